@@ -1,0 +1,91 @@
+"""A textbook transformer you can open, and an analysis library that tests what the textbook says."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
+from interp.analyses.logit_lens import logit_lens
+from interp.generate import generate
+from interp.hookable import Hookable
+from interp.interventions import Add, AddNoise, Freeze, KnockOut, Mean, Project, Replace, Resample, Scale, Zero
+from interp.metrics import Metric, kl_divergence, log_probability, logit_difference, loss, probability
+from interp.model import Inputs, KVCache, ModelConfig, Transformer, load, save
+from interp.run import Cache, Run, run
+from interp.sites import SITES, Site
+from interp.sweep import SweepResult, patch_sweep
+from interp.tokens import Vocabulary, tokenize
+from interp.training import TrainConfig, train
+
+if TYPE_CHECKING:
+    from interp.bridges import from_huggingface, smollm2
+    from interp.shipped import shipped
+
+# Loaded on first use: they import transformers or matplotlib, or read files.
+_LAZY = {
+    "from_huggingface": "interp.bridges",
+    "smollm2": "interp.bridges",
+    "bridges": None,
+    "plots": None,
+    "tasks": None,
+    "analyses": None,
+    "shipped": "interp.shipped",
+}
+
+__all__ = [
+    "SITES",
+    "Add",
+    "AddNoise",
+    "Cache",
+    "Freeze",
+    "Hookable",
+    "Inputs",
+    "KVCache",
+    "KnockOut",
+    "Mean",
+    "Metric",
+    "ModelConfig",
+    "Project",
+    "Replace",
+    "Resample",
+    "Run",
+    "Scale",
+    "Site",
+    "SweepResult",
+    "TrainConfig",
+    "Transformer",
+    "Vocabulary",
+    "Zero",
+    "ffn_keys",
+    "ffn_triggers",
+    "ffn_values",
+    "from_huggingface",
+    "generate",
+    "kl_divergence",
+    "load",
+    "log_probability",
+    "logit_difference",
+    "logit_lens",
+    "loss",
+    "patch_sweep",
+    "probability",
+    "run",
+    "save",
+    "shipped",
+    "smollm2",
+    "tokenize",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'interp' has no attribute {name!r}")
+    module = _LAZY[name]
+    found = importlib.import_module(f"interp.{name}" if module is None else module)
+    return found if module is None else getattr(found, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LAZY})

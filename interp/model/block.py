@@ -1,0 +1,89 @@
+"""One transformer block: six lines beside the book's six equations."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from interp.model.attention import Attention
+from interp.model.config import ModelConfig
+from interp.model.feedforward import FeedForward
+from interp.model.inputs import Edges, Inputs, KVCache, attention_edges, position_ids
+from interp.model.norms import make_norm
+from interp.model.positions import rotary_table
+from interp.model.tap import Tap, as_tap
+from interp.sites import layer_sites
+
+
+class Block(nn.Module):
+    """What pre-norm and post-norm blocks share: two norms, attention, and an FFN unless ffn="none"."""
+
+    def __init__(self, config: ModelConfig, layer: int, stack: str | None = None) -> None:
+        super().__init__()
+        s = self.sites = layer_sites(layer, stack)
+        self.norm1 = make_norm(config, s.norm1_scale, s.norm1_hat)
+        self.attention = Attention(config, layer, stack)
+        self.norm2 = None if config.ffn == "none" else make_norm(config, s.norm2_scale, s.norm2_hat)
+        self.ffn = None if config.ffn == "none" else FeedForward(config, layer, stack)
+
+
+class PreNormBlock(Block):
+    """x + Sublayer(LayerNorm(x)): components only add to the stream (7.27-7.32)."""
+
+    def forward(self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None) -> Tensor:
+        s = self.sites
+        x = tap(s.resid_pre, x)
+        t1 = tap(s.norm1, self.norm1(x, tap))  # t¹ = LayerNorm(x)                 (7.27)
+        t2 = tap(s.attn_out, self.attention(t1, tap, edges, rotary, cache))  # t² = MHA(t¹, [t¹₁ …])  (7.28)
+        if self.ffn is None or self.norm2 is None:
+            return tap(s.resid_post, t2 + x)
+        t3 = tap(s.resid_mid, t2 + x)  # t³ = t² + x                       (7.29)
+        t4 = tap(s.norm2, self.norm2(t3, tap))  # t⁴ = LayerNorm(t³)                (7.30)
+        t5 = tap(s.ffn_out, self.ffn(t4, tap))  # t⁵ = FFN(t⁴)                      (7.31)
+        return tap(s.resid_post, t5 + t3)  # h = t⁵ + t³                       (7.32)
+
+
+class PostNormBlock(Block):
+    """LayerNorm(x + Sublayer(x)): the original transformer (Vaswani 2017); the stream itself is normed."""
+
+    def forward(self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None) -> Tensor:
+        s = self.sites
+        x = tap(s.resid_pre, x)
+        t2 = tap(s.attn_out, self.attention(x, tap, edges, rotary, cache))
+        if self.ffn is None or self.norm2 is None:
+            return tap(s.resid_post, self.norm1(tap(s.resid_post_sum, t2 + x), tap))
+        t3 = tap(s.resid_mid, self.norm1(tap(s.resid_mid_sum, t2 + x), tap))  # t³ = LayerNorm(t² + x)
+        t5 = tap(s.ffn_out, self.ffn(t3, tap))
+        return tap(s.resid_post, self.norm2(tap(s.resid_post_sum, t5 + t3), tap))  # h = LayerNorm(t⁵ + t³)
+
+
+class Blocks(nn.ModuleList):
+    """The stack of blocks: index it (`model.blocks[3]`), or call it to run blocks start … stop−1 on a stream."""
+
+    def __init__(self, config: ModelConfig, stack: str | None = None) -> None:
+        kind = PreNormBlock if config.norm_position == "pre" else PostNormBlock
+        super().__init__(kind(config, layer, stack) for layer in range(config.n_layers))
+        self.config = config
+
+    def forward(
+        self,
+        stream: Tensor,
+        start: int,
+        stop: int,
+        tap: Tap | None = None,
+        inputs: Inputs | None = None,
+        keys_values: KVCache | None = None,
+    ) -> Tensor:
+        """stream [batch pos d_model] before block `start` -> after block `stop`−1.
+
+        inputs gives mask and positions (None: all real, positions from 0). keys_values holds earlier positions
+        and is extended by the stream's.
+        """
+        tap = as_tap(tap)
+        inputs = inputs or Inputs(stream.new_zeros(stream.shape[:2]).long())
+        edges = attention_edges(self.config, inputs, keys_values)
+        rotary = None
+        if self.config.positions == "rotary":
+            rotary = rotary_table(self.config, position_ids(inputs, keys_values), stream.dtype)
+        for layer in range(start, stop):
+            stream = self[layer](stream, tap, edges, rotary, keys_values)
+        return stream

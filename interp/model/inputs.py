@@ -1,0 +1,194 @@
+"""What a forward pass is given: tokens, masks, and the keys and values of an earlier pass.
+
+Nothing here looks at the values of a tensor: a forward pass stays pure, so it compiles and maps.
+Values are checked by `interp.run`, `interp.generate`, the data and the loading code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interp.model.config import ModelConfig
+
+
+class InputsError(ValueError):
+    """Inputs that a model cannot take; the message names the value received and the values allowed."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch of sequences.
+
+    tokens [batch pos] int. mask [batch pos] bool, True = real token, None = all real. source, source_mask: the
+    encoder's tokens. prefix_length [batch]: how many real tokens form a prefix decoder's prefix. embeddings
+    [batch pos d_model]: used instead of the token embeddings. segments [batch pos] int.
+    roles: names for per-example positions, name -> int tensor [batch]; `at` and metrics accept the names.
+    """
+
+    tokens: Tensor
+    mask: Tensor | None = None
+    source: Tensor | None = None
+    source_mask: Tensor | None = None
+    prefix_length: Tensor | None = None
+    embeddings: Tensor | None = None
+    segments: Tensor | None = None
+    roles: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences."""
+        return self.tokens.shape[0]
+
+    @property
+    def length(self) -> int:
+        """How many positions, padding included."""
+        return self.tokens.shape[1]
+
+    def last(self) -> Tensor:
+        """Index of each sequence's last real token [batch]."""
+        if self.mask is None:
+            return torch.full((self.batch,), self.length - 1, device=self.tokens.device)
+        index = torch.arange(self.length, device=self.tokens.device)
+        return torch.where(self.mask, index, -1).amax(1)
+
+    def to(self, device: torch.device | str) -> Inputs:
+        """The same inputs on `device`."""
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        values = {name: move(getattr(self, name)) for name in self.__dataclass_fields__ if name != "roles"}
+        return Inputs(**values, roles={name: move(role) for name, role in self.roles.items()})
+
+    def select(self, rows: Any) -> Inputs:
+        """The sequences that `rows` (slice, list or int tensor) picks."""
+        if isinstance(rows, list):
+            rows = torch.tensor(rows, device=self.tokens.device)
+
+        def pick(value: Any) -> Any:
+            return value[rows] if isinstance(value, Tensor) else value
+
+        values = {name: pick(getattr(self, name)) for name in self.__dataclass_fields__ if name != "roles"}
+        return Inputs(**values, roles={name: pick(role) for name, role in self.roles.items()})
+
+
+def as_inputs(inputs: Any) -> Inputs:
+    """Inputs from a tensor or nested list of token ids; one sequence without a batch axis becomes a batch of one."""
+    if isinstance(inputs, Inputs):
+        return inputs
+    if isinstance(inputs, list | tuple) and inputs and not isinstance(inputs[0], str):
+        inputs = torch.as_tensor(inputs)
+    if not isinstance(inputs, Tensor):
+        raise InputsError(
+            f"inputs must be Inputs, a token-id tensor [batch pos] or a list of ids; got {type(inputs).__name__}"
+            + (": strings also need tokenizer= and prefix=" if _is_text(inputs) else "")
+        )
+    if inputs.ndim not in (1, 2):
+        raise InputsError(f"tokens must have axes [batch pos] or [pos], got shape {tuple(inputs.shape)}")
+    return Inputs(inputs[None] if inputs.ndim == 1 else inputs)
+
+
+def _is_text(inputs: Any) -> bool:
+    return isinstance(inputs, str) or (isinstance(inputs, list | tuple) and bool(inputs) and isinstance(inputs[0], str))
+
+
+class KVCache:
+    """Keys and values of the positions already computed, so that generation only computes new ones.
+
+    `keys[l]`, `values[l]` are [batch pos kv_head d_head] as they enter the scores. One cache belongs to one
+    sequence of calls; `model(inputs, kv_cache=cache)` extends it by the inputs' positions.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.mask: Tensor | None = None  # [batch pos] of every cached position, None while all are real
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values; returns all of them."""
+        if layer in self.keys:
+            k = torch.cat([self.keys[layer], k], 1)
+            v = torch.cat([self.values[layer], v], 1)
+        self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+    def advance(self, inputs: Inputs) -> None:
+        """Count the inputs' positions as cached; called once per forward pass, after the last block."""
+        self.mask = joined_mask(inputs, self)
+        self.length += inputs.length
+
+
+def joined_mask(inputs: Inputs, cache: KVCache | None) -> Tensor | None:
+    """Which of the cached and the new positions are real [batch key]; None when all are."""
+    old = None if cache is None else cache.mask
+    if cache is None or cache.length == 0:
+        return inputs.mask
+    if old is None and inputs.mask is None:
+        return None
+    if old is None:
+        old = torch.ones(inputs.batch, cache.length, dtype=torch.bool, device=inputs.tokens.device)
+    new = torch.ones_like(inputs.tokens, dtype=torch.bool) if inputs.mask is None else inputs.mask
+    return torch.cat([old, new], 1)
+
+
+def position_ids(inputs: Inputs, cache: KVCache | None = None) -> Tensor:
+    """Position of each new token [batch or 1, pos]: the number of real tokens before it, so left padding equals none."""
+    start = 0 if cache is None else cache.length
+    mask = joined_mask(inputs, cache)
+    if mask is None:
+        return torch.arange(start, start + inputs.length, device=inputs.tokens.device)[None]
+    return (mask.long().cumsum(1) - 1).clamp(min=0)[:, start:]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Which key positions each query may read: `mask` [batch or 1, 1, query, key] bool, None = all or plain causal.
+
+    causal: True when the edges are exactly the lower triangle, which fused attention kernels know.
+    empty_rows: True when a query may have no edge at all (padding); its z is 0.
+    """
+
+    mask: Tensor | None
+    causal: bool
+    empty_rows: bool
+
+    def dense(self, n_query: int, n_key: int, device: torch.device) -> Tensor | None:
+        """The same edges as a mask, also where a kernel would not need one."""
+        if self.mask is None and self.causal:
+            return torch.ones(n_query, n_key, dtype=torch.bool, device=device).tril(n_key - n_query)
+        return self.mask
+
+
+def attention_edges(config: ModelConfig, inputs: Inputs, cache: KVCache | None = None) -> Edges:
+    """The edges that a model's kind, window and padding admit (TEXTBOOK A2).
+
+    decoder: key <= query. encoder: all. prefix-decoder: key <= query, or key inside the prefix.
+    """
+    start = 0 if cache is None else cache.length
+    n_key = start + inputs.length
+    real = joined_mask(inputs, cache)
+    window = None if config.window is None or config.window >= n_key else config.window
+    if real is None and window is None and config.kind != "prefix-decoder":
+        if config.kind == "encoder" or inputs.length == 1:  # one new query sees every key before it
+            return Edges(None, False, False)
+        if start == 0:
+            return Edges(None, True, False)
+    device = inputs.tokens.device
+    query, key = torch.arange(start, n_key, device=device)[:, None], torch.arange(n_key, device=device)[None]
+    edges = torch.ones_like(key <= query) if config.kind == "encoder" else key <= query
+    if window is not None:
+        edges = edges & ((query - key).abs() < window)
+    edges = edges[None, None]
+    if config.kind == "prefix-decoder" and inputs.prefix_length is not None:
+        ids = torch.arange(n_key, device=device)[None] if real is None else real.long().cumsum(1) - 1
+        edges = edges | (ids < inputs.prefix_length[:, None])[:, None, None]
+    if real is not None:
+        edges = edges & real[:, None, None]
+    return Edges(edges, False, real is not None)
+

@@ -1,0 +1,208 @@
+"""Read and change one forward pass: `run(model, inputs, record=, change=)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interp.hookable import Hookable
+from interp.interventions import Intervention
+from interp.model.inputs import Inputs, InputsError, as_inputs
+from interp.sites import SITES, Site, UnknownSiteError, expand, resolve, suggest
+from interp.tokens import tokenize
+
+
+class NotReachedError(RuntimeError):
+    """A site that was asked for and that the forward pass never reached."""
+
+
+class NaNWeightsError(ValueError):
+    """Weights that are NaN or infinite."""
+
+
+class Cache(Mapping[Site, Tensor]):
+    """Recorded tensors by site: `cache["3.attn_out"]`, `cache[Site("embed")]`, `cache.stack("resid_post")`."""
+
+    def __init__(self, values: dict[Site, Tensor]) -> None:
+        self._values = values
+
+    def __getitem__(self, site: Site | str) -> Tensor:
+        site = Site.parse(site)
+        if site not in self._values:
+            names = [str(s) for s in self._values]
+            raise KeyError(
+                f"'{site}' was not recorded{suggest(str(site), names)}; recorded: {', '.join(names) or 'nothing'}"
+            )
+        return self._values[site]
+
+    def __contains__(self, site: object) -> bool:
+        try:
+            return Site.parse(site) in self._values  # type: ignore[arg-type]
+        except UnknownSiteError:
+            return False
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return "Cache(" + ", ".join(f"{site} {tuple(value.shape)}" for site, value in self.items()) + ")"
+
+    def stack(self, name: str, stack: str | None = None) -> Tensor:
+        """Every recorded layer's value of one site name, [layer batch …], in layer order. KeyError if none was."""
+        if name not in SITES:
+            raise UnknownSiteError(f"unknown site {name!r}{suggest(name, SITES)}; allowed: {', '.join(SITES)}")
+        found = sorted((s for s in self if s.name == name and s.stack == stack), key=lambda s: s.layer or 0)
+        if not found:
+            raise KeyError(f"{name!r} was not recorded at any layer; recorded: {', '.join(map(str, self)) or 'nothing'}")
+        return torch.stack([self[site] for site in found])
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What one forward pass gave: logits [batch pos vocab], the recorded sites, and the inputs that were run."""
+
+    logits: Tensor
+    cache: Cache
+    inputs: Inputs
+
+    def __repr__(self) -> str:
+        return f"Run(logits {tuple(self.logits.shape)}, {self.cache!r})"
+
+
+def run(
+    model: Hookable,
+    inputs: Any,
+    record: str | Site | Iterable[str | Site] = (),
+    change: Intervention | Sequence[Intervention] = (),
+    grad: bool = False,
+    tokenizer: Any = None,
+    prefix: Sequence[int] | None = None,
+    wanted: Iterable[Site] = (),
+) -> Run:
+    """One forward pass that records sites and applies changes.
+
+    record: sites or their text; a bare per-layer name ("resid_post") means every layer's. change: interventions;
+    those at one site apply in list order, and a site is recorded after its changes. grad: keep the graph (default:
+    no_grad). tokenizer, prefix: for text inputs; prefix is a list of token ids, none unless given. wanted: further
+    sites that must be computed, so that several runs of one analysis take the same numerical route.
+    Raises InputsError, UnknownSiteError, SelectionError, InterventionError, NotReachedError, NaNWeightsError.
+    """
+    inputs = prepare(model, inputs, tokenizer, prefix)
+    changes = (change,) if isinstance(change, Intervention) else tuple(change)
+    tap = _RunTap(model, inputs, record_sites(model, record), changes, tuple(wanted), keep_graph=grad)
+    with torch.set_grad_enabled(grad):
+        logits = model(inputs, tap)
+    tap.check_reached()
+    if not bool(torch.isfinite(logits.detach().sum())):
+        check_weights(model)
+    return Run(logits, Cache(tap.recorded), inputs)
+
+
+def record_sites(model: Hookable, record: str | Site | Iterable[str | Site]) -> list[Site]:
+    """The sites that `record` names, in the order given, each once."""
+    asked = [record] if isinstance(record, str | Site) else list(record)
+    return list(dict.fromkeys(site for one in asked for site in expand(one, model.sites)))
+
+
+def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequence[int] | None = None) -> Inputs:
+    """Inputs on the model's device, every value checked against the model. Raises InputsError."""
+    is_text = isinstance(inputs, str) or (isinstance(inputs, list | tuple) and inputs and isinstance(inputs[0], str))
+    if is_text and tokenizer is not None:
+        inputs = tokenize(inputs, tokenizer, prefix)
+    elif prefix is not None:
+        raise InputsError(f"prefix={list(prefix)} goes with text and tokenizer=; token ids carry their own prefix")
+    inputs = as_inputs(inputs)
+    check_inputs(model, inputs)
+    device = getattr(model, "device", None)
+    return inputs if device is None else inputs.to(device)
+
+
+def check_inputs(model: Hookable, inputs: Inputs) -> None:
+    """Token ids, length and shapes against the model's config. Raises InputsError naming value and range."""
+    tokens, config = inputs.tokens, model.config
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise InputsError(f"tokens must have axes [batch pos], none empty; got shape {tuple(tokens.shape)}")
+    if tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+        raise InputsError(f"tokens must be integers, got {tokens.dtype}")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= config.vocab:
+        bad = low if low < 0 else high
+        raise InputsError(f"token id {bad} is outside the vocabulary; allowed: 0 … {config.vocab - 1}")
+    if inputs.length > config.n_ctx:
+        raise InputsError(f"a sequence of {inputs.length} tokens is too long; allowed: at most n_ctx={config.n_ctx}")
+    _check_shape("mask", inputs.mask, tokens.shape, torch.bool)
+    if inputs.mask is not None and not bool(inputs.mask.any(1).all()):
+        raise InputsError(f"every sequence needs a real token; the mask has none in {(~inputs.mask.any(1)).nonzero()[:, 0].tolist()}")
+    _check_shape("segments", inputs.segments, tokens.shape)
+    _check_shape("prefix_length", inputs.prefix_length, (inputs.batch,))
+    if inputs.embeddings is not None:
+        _check_shape("embeddings", inputs.embeddings, (*tokens.shape, config.d_model))
+    for name, role in inputs.roles.items():
+        _check_shape(f"role {name!r}", role, (inputs.batch,))
+
+
+def _check_shape(name: str, value: Tensor | None, shape: Any, dtype: torch.dtype | None = None) -> None:
+    if value is None:
+        return
+    if tuple(value.shape) != tuple(shape):
+        raise InputsError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    if dtype is not None and value.dtype != dtype:
+        raise InputsError(f"{name} must be {dtype}, got {value.dtype}")
+
+
+def check_weights(model: Any) -> None:
+    """Raise NaNWeightsError for the first parameter that is not finite."""
+    for name, parameter in getattr(model, "named_parameters", list)():
+        bad = int((~torch.isfinite(parameter)).sum())
+        if bad:
+            raise NaNWeightsError(f"weight {name!r} has {bad} NaN or infinite entries of {parameter.numel()}")
+
+
+class _RunTap:
+    """Applies changes, then records; belongs to one forward pass."""
+
+    def __init__(self, model, inputs, record, changes, wanted, keep_graph) -> None:
+        self.inputs, self.keep_graph = inputs, keep_graph
+        self.record = set(record)
+        self.changes: dict[Site, list[Intervention]] = {}
+        for change in changes:
+            if not isinstance(change, Intervention):
+                raise TypeError(f"change must hold interventions such as Replace(site, value), got {change!r}")
+            self.changes.setdefault(resolve(change.place, model.sites), []).append(change)
+        self.wanted = self.record | set(self.changes) | {resolve(site, model.sites) for site in wanted}
+        self.recorded: dict[Site, Tensor] = {}
+        self.reached: set[Site] = set()
+        self._kept: set[int] = set()
+
+    def wants(self, site: Site) -> bool:
+        return site in self.wanted
+
+    def __call__(self, site: Site, value: Tensor) -> Tensor:
+        if site not in self.wanted:
+            return value
+        self.reached.add(site)
+        for change in self.changes.get(site, ()):
+            value = change.apply(value, self.inputs)
+        if site in self.record:
+            self.recorded[site] = self._keep(site, value)
+        return value
+
+    def _keep(self, site: Site, value: Tensor) -> Tensor:
+        """The value itself where nothing else can write to it, else a copy (stream entering a block = leaving the last)."""
+        kept = value if self.keep_graph else value.detach()
+        storage = value.untyped_storage()
+        shared = storage.nbytes() != value.numel() * value.element_size() or storage.data_ptr() in self._kept or site.name == "logits"
+        self._kept.add(storage.data_ptr())
+        return kept.clone() if shared else kept
+
+    def check_reached(self) -> None:
+        missing = [str(site) for site in self.wanted if site not in self.reached]
+        if missing:
+            raise NotReachedError(f"asked for but never reached in this forward pass: {', '.join(sorted(missing))}")

@@ -1,0 +1,265 @@
+"""The training loop: AdamW, a schedule, held-out accuracy, exact resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from interp import record
+from interp.model.checkpoint import load, save
+from interp.model.config import ModelConfig
+from interp.model.inputs import Inputs
+from interp.model.transformer import Transformer
+from interp.training.state import read_state, write_state
+
+STATE, MODEL, CURVES = "state.safetensors", "model", "curves.parquet"
+
+
+class DivergedError(RuntimeError):
+    """A loss that became NaN or infinite."""
+
+
+class TrainingFolderError(RuntimeError):
+    """A folder that holds another run, or one that has not been asked to resume."""
+
+
+class HasAnswers(Protocol):
+    """Prompts with one right answer each: inputs, answers [batch], length."""
+
+    inputs: Inputs
+    answers: Tensor
+
+    def __len__(self) -> int: ...
+
+
+class Task(Protocol):
+    """What the loop needs of a task. `batch` is a function of (step, size, seed) alone, so resuming needs no state."""
+
+    name: Any
+
+    @property
+    def splits(self) -> Mapping[str, HasAnswers]:
+        """Prompts with answers to be judged on, by name."""
+        ...
+
+    @property
+    def success(self) -> Mapping[str, float]:
+        """Accuracy per split that counts as learned."""
+        ...
+
+    def batch(self, step: int, size: int, seed: int) -> Any:
+        """inputs, positions read [batch n], targets [batch n]."""
+        ...
+
+    def model_config(self) -> ModelConfig:
+        """The task's default model."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train: `steps` of `batch_size` sequences.
+
+    learning_rate: peak; warmup: share of steps that rise linearly to it; schedule: how it falls to `final_rate` of the
+    peak. weight_decay: on matrices only (not on norms, biases, embeddings). clip: largest gradient norm. evaluate_every,
+    checkpoint_every: in steps. seed: initial weights and data order.
+    """
+
+    steps: int = 1000
+    batch_size: int = 256
+    learning_rate: float = 3e-3
+    warmup: float = 0.05
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final_rate: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    evaluate_every: int = 100
+    checkpoint_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed; allowed: an integer of 1 or more")
+        if self.learning_rate <= 0 or self.clip <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate}, clip={self.clip}: both must be above 0")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup={self.warmup} is not allowed; allowed: a share of steps in [0, 1)")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ValueError(f"schedule={self.schedule!r} is not allowed; allowed: 'cosine', 'linear', 'constant'")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step (from 0)."""
+        rise = max(1, round(self.warmup * self.steps))
+        if step < rise:
+            return self.learning_rate * (step + 1) / rise
+        done = (step - rise) / max(1, self.steps - rise)
+        fall = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[self.schedule]
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * fall)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model, its curves (one row per evaluation and split) and whether every success criterion was met."""
+
+    model: Transformer
+    curves: pd.DataFrame
+    success: bool
+    seconds: float
+
+
+def train(
+    model: Transformer | ModelConfig | None,
+    task: Task,
+    config: TrainConfig,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    device: torch.device | str = "cpu",
+) -> Trained:
+    """Train on `task`; with `folder`, leave config.json, curves.parquet, model/ and a state to resume from.
+
+    model: a Transformer (trained in place), a ModelConfig (initialised from config.seed) or None (the task's default).
+    resume: go on from the folder's last state; the result equals an uninterrupted run bit for bit at the same thread
+    count. Raises TrainingFolderError, DivergedError.
+    """
+    if not isinstance(model, Transformer):
+        model = Transformer(model or task.model_config(), seed=config.seed)
+    model = model.to(device).train()
+    folder = None if folder is None else Path(folder)
+    finished = _open_folder(folder, model, task, config, resume)
+    if finished is not None:
+        return finished
+    optimizer = make_optimizer(model, config)
+    start, rows, seconds = 0, [], 0.0
+    if folder is not None and resume and (folder / STATE).exists():
+        start, rows, seconds = read_state(folder / STATE, model, optimizer)
+    began = time.perf_counter() - seconds
+    bar = tqdm(range(start, config.steps), initial=start, total=config.steps, disable=not progress, desc=str(task.name))
+    for step in bar:
+        loss = train_step(model, optimizer, task, config, step)
+        done = step + 1
+        if done % config.evaluate_every == 0 or done == config.steps:
+            rows += _evaluate(model, task, done, loss, config.rate(step), time.perf_counter() - began)
+            bar.set_postfix(loss=f"{loss:.3f}", **{row["split"]: f"{row['accuracy']:.3f}" for row in rows[-2:]})
+        if folder is not None and done % config.checkpoint_every == 0 and done < config.steps:
+            write_state(folder / STATE, model, optimizer, done, rows, time.perf_counter() - began)
+    result = _result(model.eval(), task, rows)
+    if folder is not None:
+        _close_folder(folder, result, task, config)
+    return result
+
+
+def train_step(model: Transformer, optimizer: torch.optim.Optimizer, task: Task, config: TrainConfig, step: int) -> float:
+    """One update; returns the batch's loss in nats per read position. Raises DivergedError."""
+    batch = task.batch(step, config.batch_size, config.seed)
+    for group in optimizer.param_groups:
+        group["lr"] = config.rate(step)
+    logits = read(model, batch.inputs.to(model.device), batch.positions.to(model.device))
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.to(model.device).flatten())
+    value = loss.item()
+    if not math.isfinite(value):
+        raise DivergedError(f"the loss is {value} at step {step} (learning rate {config.rate(step):.2g}); lower "
+                            "learning_rate or raise warmup")  # fmt: skip
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    optimizer.step()
+    return value
+
+
+def read(model: Transformer, inputs: Inputs, positions: Tensor) -> Tensor:
+    """Logits at `positions` [batch n] only, [batch n vocab]: the head is not computed elsewhere."""
+    stream = model.blocks(model.embed(inputs), 0, model.config.n_layers, None, inputs)
+    index = positions[..., None].expand(-1, -1, stream.shape[-1])
+    return model.unembed(stream.gather(1, index))
+
+
+@torch.no_grad()
+def accuracy(model: Transformer, prompts: HasAnswers, batch_size: int = 2048) -> Tensor:
+    """Whether the model's most likely token at the last real position is the answer [prompts] bool."""
+    right = []
+    for begin in range(0, len(prompts), batch_size):
+        inputs = prompts.inputs.select(slice(begin, begin + batch_size)).to(model.device)
+        logits = read(model, inputs, inputs.last()[:, None])[:, 0]
+        right.append(logits.argmax(-1).cpu() == prompts.answers[begin : begin + batch_size])
+    return torch.cat(right)
+
+
+def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019) with decay on matrices, none on embeddings, norms and biases."""
+    decayed = {name for name, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in name and name != "W_pos"}
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named.items() if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named.items() if name not in decayed], "weight_decay": 0.0},
+    ]
+    fused = model.device.type in ("cuda", "cpu")
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def _evaluate(model: Transformer, task: Task, step: int, loss: float, rate: float, seconds: float) -> list[dict]:
+    model.eval()
+    rows = [
+        {"step": step, "split": split, "loss": loss, "learning_rate": rate, "seconds": seconds,
+         "accuracy": float(accuracy(model, prompts).float().mean()), "n": len(prompts)}
+        for split, prompts in task.splits.items()
+    ]  # fmt: skip
+    model.train()
+    return rows
+
+
+def _result(model: Transformer, task: Task, rows: list[dict]) -> Trained:
+    curves = pd.DataFrame(rows)
+    last = curves[curves["step"] == curves["step"].max()].set_index("split")["accuracy"]
+    success = all(last[split] >= wanted for split, wanted in task.success.items())
+    return Trained(model, curves, success, float(curves["seconds"].iloc[-1]))
+
+
+def _document(model: Transformer, task: Task, config: TrainConfig) -> dict[str, Any]:
+    described = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
+    document = {"task": described, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
+    return json.loads(json.dumps(document))
+
+
+def _open_folder(folder: Path | None, model, task, config, resume: bool) -> Trained | None:
+    """Claim a new folder, or check that an old one is the same run; its result when it has finished."""
+    if folder is None:
+        return None
+    document, path = _document(model, task, config), folder / "config.json"
+    if not path.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise TrainingFolderError(f"{folder} is not empty and holds no run of ours; choose a new folder")
+        record.write_json(path, document)
+        return None
+    if not resume:
+        raise TrainingFolderError(f"{folder} holds a run; resume it (resume=True, --resume) or choose a new folder")
+    old = json.loads(path.read_text())
+    if old != document:
+        differing = [f"{part}.{name}: {old[part].get(name)!r} there, {value!r} asked for"
+                     for part in document for name, value in document[part].items() if old[part].get(name) != value]  # fmt: skip
+        raise TrainingFolderError(f"{folder} holds another run: {'; '.join(differing) or 'fields differ'}")
+    if (folder / MODEL).exists():
+        return _result(load(folder / MODEL), task, pd.read_parquet(folder / CURVES).to_dict("records"))
+    return None
+
+
+def _close_folder(folder: Path, result: Trained, task: Task, config: TrainConfig) -> None:
+    record.write_table(folder / CURVES, result.curves)
+    about = record.provenance(config=_document(result.model, task, config), seed=config.seed, training_seconds=result.seconds)
+    record.write_json(folder / "provenance.json", about)
+    save(result.model, folder / MODEL, extra={"task": about["config"]["task"]})
+    (folder / STATE).unlink(missing_ok=True)
