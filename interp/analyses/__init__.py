@@ -1,6 +1,17 @@
 """One file per method: (model, inputs, choices) -> tidy table, one row per measurement."""
 
-from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
+from interp.analyses.agreement import key_value_agreement
+from interp.analyses.ffn_memory import ffn_keys, ffn_subupdates, ffn_triggers, ffn_values
 from interp.analyses.logit_lens import logit_lens
+from interp.analyses.parameters import parameter_table, stream_identity
 
-__all__ = ["ffn_keys", "ffn_triggers", "ffn_values", "logit_lens"]
+__all__ = [
+    "ffn_keys",
+    "ffn_subupdates",
+    "ffn_triggers",
+    "ffn_values",
+    "key_value_agreement",
+    "logit_lens",
+    "parameter_table",
+    "stream_identity",
+]

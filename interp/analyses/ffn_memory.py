@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from interp.at import positions
 from interp.hookable import Hookable, require_weight
 from interp.run import prepare, run
 from interp.sites import Site
@@ -107,6 +108,45 @@ def ffn_triggers(
     return pd.concat(frames, ignore_index=True).sort_values(
         ["neuron", "sign", "rank"], ascending=[True, False, True], ignore_index=True
     )
+
+
+def ffn_subupdates(
+    model: Hookable,
+    inputs: Any,
+    layer: int,
+    targets: Tensor,
+    position: Any = -1,
+    k: int = 10,
+    tokenizer: Any = None,
+    prefix: Sequence[int] | None = None,
+) -> pd.DataFrame:
+    """The `k` dominant sub-updates m_i v_i of each example at `position`: largest |m_i| · ‖v_i‖ (Geva 2022).
+
+    Columns: example, layer, neuron, rank, coefficient m_i, size |m_i|·‖v_i‖, share (of Σ_j |m_j|·‖v_j‖), target (token
+    id), target_logit (m_i v_i · W_U[target], before the final norm's scale), top (token that m_i v_i promotes most),
+    top_text. They are what the FFN writes, not what the fact depends on.
+    """
+    inputs = prepare(model, inputs, tokenizer, prefix)
+    values, unembedding = require_weight(model, "W_out", layer), require_weight(model, "W_U")
+    site = Site("ffn_act", layer)
+    index = positions(inputs, position)
+    rows = torch.arange(inputs.batch, device=inputs.tokens.device)
+    with torch.no_grad():
+        act = run(model, inputs, record=site).cache[site][rows, index]  # [example neuron]
+        size = act.abs() * values.norm(dim=-1)
+        best = size.topk(min(k, size.shape[-1]), -1)
+        m = act.gather(-1, best.indices)
+        updates = (m[..., None] * values[best.indices]) @ unembedding  # [example k vocab]
+        wanted = targets.to(updates.device)[:, None, None].expand(-1, m.shape[1], 1)
+        target_logit, top = updates.gather(-1, wanted)[..., 0], updates.argmax(-1)
+    n, width = best.indices.shape
+    return pd.DataFrame({
+        "example": rows.repeat_interleave(width).tolist(), "layer": layer, "neuron": best.indices.flatten().tolist(),
+        "rank": list(range(width)) * n, "coefficient": m.flatten().tolist(), "size": best.values.flatten().tolist(),
+        "share": (best.values / size.sum(-1, keepdim=True)).flatten().tolist(),
+        "target": wanted[..., 0].flatten().tolist(), "target_logit": target_logit.flatten().tolist(),
+        "top": top.flatten().tolist(), "top_text": labels(tokenizer, top.flatten()),
+    })  # fmt: skip
 
 
 def _extremes(sign: int, act: Tensor, real: Tensor, tokens: Tensor, neurons, layer, k, tokenizer) -> pd.DataFrame:

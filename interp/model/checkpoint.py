@@ -39,6 +39,7 @@ def save(model: Transformer, folder: str | Path, extra: dict[str, Any] | None = 
         (temporary / "config.json").write_text(json.dumps({**document, "extra": extra or {}}, indent=1) + "\n")
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, temporary / "weights.safetensors")
+        (temporary / "weights.safetensors").chmod(0o644)
         temporary.chmod(0o755)
         os.rename(temporary, folder)
     except BaseException:
@@ -84,7 +85,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Transformer:
 
 
 def fill(model: Transformer, weights: dict[str, torch.Tensor], source: str) -> None:
-    """Copy `weights` into `model` after checking every key, shape and value. Raises CheckpointError naming them."""
+    """Give `weights` to `model` (as they are, not copied) after checking every key, shape and value. Raises CheckpointError naming them."""
     wanted = model.state_dict()
     missing, foreign = sorted(set(wanted) - set(weights)), sorted(set(weights) - set(wanted))
     if missing or foreign:
@@ -97,4 +98,4 @@ def fill(model: Transformer, weights: dict[str, torch.Tensor], source: str) -> N
         if not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{source}: {name} has {count} NaN or infinite entries; weights must be finite")
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, assign=True)  # no second copy: the model owns the tensors it is given

@@ -1,0 +1,115 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a toy model on a task and leave checkpoint, curves and provenance in a folder."""
+
+    task: Annotated[str, tyro.conf.Positional]
+    """Which task: facts."""
+    folder: Path
+    """Where to; must be new unless --resume."""
+    resume: bool = False
+    """Go on from the folder's last state (bit for bit as if never stopped, at the same thread count)."""
+    n_subjects: int = 512
+    """How many made-up people, four facts each."""
+    d_model: int = 0
+    """Width; 0 = the task's choice for that many facts."""
+    steps: int = 0
+    """Training steps; 0 = the task's choice."""
+    batch_size: int = 0
+    """Prompts per step; 0 = the task's choice."""
+    learning_rate: float = 0.0
+    """Peak learning rate; 0 = the task's choice."""
+    seed: int = 0
+    """Initial weights and data order."""
+    device: str = "cpu"
+    """Where to train."""
+    threads: int = 0
+    """CPU threads; 0 = PyTorch's choice."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Train or reuse the toy model, open it and a real model up, and write one page."""
+
+    folder: Path = Path("runs/report")
+    """Where to; parts that are there and have the same settings are reused."""
+    toy_only: bool = False
+    """Leave the real model out (no download)."""
+    pairs: int = 12
+    """Prompt pairs of the real model's patching sweep."""
+
+
+@dataclass(frozen=True)
+class Info:
+    """What is installed, and the sites of the shipped model."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `interp`."""
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"report": Report, "train": Train, "info": Info}, args=arguments, description="interp: open a transformer up."
+    )
+    try:
+        {Train: _train, Report: _report, Info: _info}[type(command)](command)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what had finished is kept" + (" (--resume goes on)" if isinstance(command, Train) else ""))
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.exit(f"interp: {error}")
+
+
+def _train(command: Train) -> None:
+    import torch
+
+    from interp import record
+    from interp.plots import training_curves
+    from interp.tasks import ToyFacts
+    from interp.training import train
+
+    if command.task != "facts":
+        raise ValueError(f"task {command.task!r} is not allowed; allowed: 'facts'")
+    if command.threads:
+        torch.set_num_threads(command.threads)
+    task = ToyFacts(n_subjects=command.n_subjects)
+    chosen = {"steps": command.steps, "batch_size": command.batch_size, "learning_rate": command.learning_rate}
+    config = task.train_config(seed=command.seed, **{name: value for name, value in chosen.items() if value})
+    model = task.model_config(**({"d_model": command.d_model} if command.d_model else {}))
+    result = train(model, task, config, command.folder, resume=command.resume, device=command.device)
+    figure = training_curves(result.curves, title=f"facts, {command.n_subjects} subjects")
+    record.write_atomic(command.folder / "curves.png", lambda path: figure.savefig(path, dpi=150))
+    last = result.curves.groupby("split", sort=False).last()
+    for split, row in last.iterrows():
+        print(f"{split}: {100 * row['accuracy']:.2f}% of {row['n']} prompts (wanted {100 * task.success[str(split)]:.1f}%)")
+    print(f"{'learned' if result.success else 'NOT learned'} in {result.seconds:.0f} s; {command.folder}/model")
+
+
+def _report(command: Report) -> None:
+    from interp.report import build
+
+    page = build(command.folder, real=not command.toy_only, n_pairs=command.pairs)
+    print(f"wrote {page}")
+
+
+def _info(command: Info) -> None:
+    import platform
+
+    import torch
+
+    from interp import record, shipped
+
+    about = record.provenance()
+    print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in about["versions"].items()))
+    print(f"threads {torch.get_num_threads()}, GPU {about['machine']['gpu'] or 'none'}")
+    model, task = shipped()
+    print(f"shipped model: {model.config}\n{len(task.prompts)} prompts of task {task.name!r}; sites of layer 0:")
+    print("  " + ", ".join(str(site) for site in model.sites if site.layer == 0))

@@ -1,0 +1,6 @@
+"""Tidy table -> matplotlib figure. Nothing is computed here but means for display; nothing here imports torch."""
+
+from interp.plots.curves import lens_curves, training_curves
+from interp.plots.heatmap import effect_heatmaps, head_heatmap
+
+__all__ = ["effect_heatmaps", "head_heatmap", "lens_curves", "training_curves"]

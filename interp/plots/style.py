@@ -1,0 +1,50 @@
+"""One look for every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#b8860b", "#6b4c9a")
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.dpi": 120,
+    "legend.frameon": False,
+    "font.family": "sans-serif",
+}
+
+
+class PlotError(ValueError):
+    """A table that lacks what the figure shows."""
+
+
+def new_figure(columns: int, width: float, height: float, **options) -> tuple[Figure, list[Axes]]:
+    """A figure of `columns` panels, each width × height inches, that no pyplot state knows of."""
+    with matplotlib.rc_context(STYLE):  # never the caller's global settings
+        figure = Figure(figsize=(columns * width, height), layout="constrained")
+        axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    return figure, list(axes)
+
+
+def need(table, names: Sequence[str]) -> None:
+    """Raise PlotError unless the table has the columns and at least one row."""
+    missing = [name for name in names if name not in table.columns]
+    if missing:
+        raise PlotError(f"the table lacks column(s) {missing}; it has {list(table.columns)}")
+    if len(table) == 0:
+        raise PlotError("the table has no rows")
+
+
+def printable(text: str) -> str:
+    """A token as an axis label: spaces and newlines visible, dollar signs harmless, long ones cut."""
+    shown = text.replace("\n", "⏎").replace("\t", "⇥")
+    shown = "·" + shown[1:] if shown.startswith(" ") and len(shown) > 1 else shown.replace(" ", "·")
+    shown = "".join(c if c.isprintable() else "�" for c in shown)
+    shown = shown if len(shown) <= 16 else shown[:15] + "…"
+    return shown.replace("$", r"\$") or "∅"

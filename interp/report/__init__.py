@@ -1,0 +1,5 @@
+"""One page from tables and figures."""
+
+from interp.report.build import build
+
+__all__ = ["build"]

@@ -1,0 +1,158 @@
+"""The report's second half: a pretrained language model on facts it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from interp.bridges import SMOLLM2_PREFIX, smollm2
+from interp.model.transformer import Transformer
+from interp.plots import effect_heatmaps, head_heatmap, lens_curves
+from interp.report import measure
+from interp.report.page import Section
+from interp.report.parts import Part, fingerprint, part
+from interp.report.show import agreement_table, memory_tables, parameter_words, peak_words
+from interp.tasks.facts import DATA, FactSet, Pairs, Prompts, real_facts, replacement_pairs
+from interp.tokens import labels
+
+RELATION = "capital"
+
+
+@dataclass(frozen=True)
+class Known:
+    """Prompts of facts the model answers right, and the pairs that are patched."""
+
+    prompts: Prompts
+    pairs: Pairs
+    recall: pd.DataFrame
+
+
+def section(folder: Path, n_pairs: int, progress: bool) -> Section:
+    """Fetch or reuse the weights, measure or reuse, and describe."""
+    model, tokenizer = smollm2(progress=progress)
+    known = choose(tokenizer, n_pairs)
+    settings = {"model": fingerprint(model), "prefix": SMOLLM2_PREFIX, "prompts": known.prompts.table["prompt"].tolist(),
+                "pairs": known.pairs.table[["prompt", "corrupted_prompt"]].to_dict("list")}  # fmt: skip
+    start = measure.identical_before(known.pairs)
+
+    def sweep() -> dict[str, pd.DataFrame]:
+        places = range(start, known.pairs.clean.length)
+        return {
+            "by_position": measure.by_position(model, known.pairs, places, progress),
+            "by_head": measure.by_head(model, known.pairs, progress),
+            "pairs": known.pairs.table,
+            **measure.facts_of_model(model, known.prompts, known.pairs),
+        }
+
+    def read() -> dict[str, pd.DataFrame]:
+        agreed = measure.agreement(model, known.prompts)
+        layer = int(agreed.loc[agreed["agreement"].idxmax(), "layer"])  # type: ignore[arg-type]
+        chosen = known.prompts.table["prompt"].tolist().index(known.pairs.table["prompt"].iloc[0])
+        return {
+            "agreement": agreed,
+            "lens": measure.lens(model, known.prompts, tokenizer),
+            **measure.memory(model, known.prompts, layer, tokenizer, example=chosen),
+        }
+
+    swept = part(folder, "real_patching", settings, sweep)
+    probed = part(folder, "real_reading", settings, read)
+    page = Section("A real language model: SmolLM2-135M-Instruct")
+    _describe_model(page, model, known, swept)
+    _describe_patching(page, folder, known, swept, tokenizer, start)
+    _describe_reading(page, folder, known, probed)
+    return page
+
+
+def choose(tokenizer: Any, n_pairs: int) -> Known:
+    """Facts with rank 0 under their relation's first template, and `n_pairs` pairs of the largest equal-length group."""
+    measured = pd.read_csv(DATA / "real_recall.csv", keep_default_na=False)
+    first = measured[measured["template"] == 0]
+    facts, forms = real_facts().facts, real_facts(templates=1).templates
+    right = first[first["rank"] == 0][["relation", "subject"]]
+    recall = first.groupby("relation", sort=False)["rank"].agg(facts="size", top_1=_top(1), top_5=_top(5)).reset_index()
+    prompts = FactSet(facts.merge(right, on=["relation", "subject"]), forms).prompts(tokenizer, prefix=SMOLLM2_PREFIX)
+    group = measure.largest_group(prompts.select((prompts.table["relation"] == RELATION).to_numpy()))
+    pairs = replacement_pairs(group, seed=0)
+    rows = list(range(min(n_pairs, len(pairs))))
+    pairs = Pairs(pairs.clean.select(rows), pairs.corrupted.select(rows), pairs.correct[rows], pairs.wrong[rows],
+                  pairs.table.iloc[rows].reset_index(drop=True))  # fmt: skip
+    return Known(prompts, pairs, recall)
+
+
+def _top(k: int):
+    def share(rank: pd.Series) -> float:
+        return float((rank < k).mean())
+
+    return share
+
+
+def _describe_model(page: Section, model: Transformer, known: Known, swept: Part) -> None:
+    config = model.config
+    page.text(
+        f"The same block at scale: {config.n_layers} layers, d = {config.d_model}, {config.n_heads} heads with "
+        f"{config.n_kv_heads} key/value heads, SwiGLU with d_ff = {config.d_ff}, RMSNorm, rotary positions, tied embeddings "
+        f"(4-bit weights, dequantised). {parameter_words(swept['parameters'])}"
+    )
+    page.text(
+        "Prompts ask for true facts that ship with interp, with the prefix token <|endoftext|> (id 0) before each; without "
+        "it this model recalls fewer of them. Only facts it answers right are opened up below."
+    )
+    n, right = int(known.recall["facts"].sum()), len(known.prompts)
+    page.table(known.recall.rename(columns={"top_1": "top-1 share", "top_5": "top-5 share"}),
+               f"Recall of the answer's first token under each relation's best template; {right} of {n} facts are top-1.")  # fmt: skip
+    error = float(swept["identity"]["largest_relative_error"].iloc[0])
+    page.finding(
+        "Components only add to the stream (R1), measured: the last stream differs from the sum of everything written to "
+        f"it by at most {error:.1e} of its largest entry."
+    )
+
+
+def _describe_patching(page: Section, folder: Path, known: Known, swept: Part, tokenizer: Any, start: int) -> None:
+    page.heading("Activation patching")
+    pairs, base = known.pairs, swept["baselines"]
+    example = pairs.table.iloc[0]
+    page.text(
+        f"{len(pairs)} pairs of equal length, such as “{example['prompt']}” ({example['object']}) against "
+        f"“{example['corrupted_prompt']}” ({example['corrupted_object']}). Unpatched, the mean logit difference is "
+        f"{base['clean'].mean():+.1f} (clean) and {base['corrupted'].mean():+.1f} (corrupted) logits. Positions before the "
+        "first differing token are left out: clean and corrupted runs are identical there, so a patch cannot do anything."
+    )
+    shown = [text.strip() for text in labels(tokenizer, pairs.clean.tokens[0])][start:]
+    page.figure(
+        effect_heatmaps(measure.effects(swept["by_position"], ["site", "layer", "position"]), labels=shown),
+        folder / "figures" / "real_patching_position.png",
+        f"Denoising by layer and position, {len(pairs)} pairs; token labels are those of the first pair's clean prompt.",
+    )  # fmt: skip
+    components = swept["by_position"][swept["by_position"]["site"] != "resid_pre"]
+    found = measure.peaks(components, ["layer", "position"])
+    found["position"] = [f"“{shown[int(position) - start]}”" for position in found["position"]]
+    page.finding(peak_words(found, "position"))
+    page.figure(
+        head_heatmap(measure.effects(swept["by_head"], ["layer", "head"])), folder / "figures" / "real_patching_heads.png",
+        f"Denoising one head's z at every position at once, {len(pairs)} pairs.", wide=False,
+    )  # fmt: skip
+
+
+def _describe_reading(page: Section, folder: Path, known: Known, probed: Part) -> None:
+    page.heading("Logit lens")
+    lens = probed["lens"]
+    page.figure(
+        lens_curves(lens.assign(name=lens["role"].str.replace("_", " "))), folder / "figures" / "real_lens.png",
+        f"Every block's output read by the final norm and head, {len(known.prompts)} known facts, at the subject's last "
+        "token and at the final position.",
+    )  # fmt: skip
+    final = lens[lens["role"] == "final"]
+    share = final.groupby("layer")["rank"].apply(lambda rank: (rank == 0).mean())
+    half = int(share[share >= 0.5].index.min())
+    page.finding(
+        f"At the final position the answer is the lens's top token for at least half of the facts from layer {half} of "
+        f"{len(share)} on; before layer {len(share) // 2} it is for at most {100 * share.iloc[: len(share) // 2].max():.0f}%."
+    )
+    layer = int(probed["subupdates"]["layer"].iloc[0])
+    page.heading(f"The FFN of layer {layer} as a key-value memory")
+    memory_tables(page, probed, layer)
+    best = probed["agreement"].groupby("layer")["agreement"].max().nlargest(5).index.tolist()
+    agreement_table(page, probed["agreement"], layers=sorted(best))

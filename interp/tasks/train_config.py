@@ -1,0 +1,50 @@
+"""How long and how fast to train: a task states its own defaults, the loop obeys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train: `steps` of `batch_size` sequences.
+
+    learning_rate: peak; warmup: share of steps that rise linearly to it; schedule: how it falls to `final_rate` of the
+    peak. weight_decay: on matrices only (not on norms, biases, embeddings). clip: largest gradient norm. evaluate_every,
+    checkpoint_every: in steps. seed: initial weights and data order.
+    """
+
+    steps: int = 1000
+    batch_size: int = 256
+    learning_rate: float = 3e-3
+    warmup: float = 0.05
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final_rate: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    evaluate_every: int = 100
+    checkpoint_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed; allowed: an integer of 1 or more")
+        if self.learning_rate <= 0 or self.clip <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate}, clip={self.clip}: both must be above 0")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup={self.warmup} is not allowed; allowed: a share of steps in [0, 1)")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ValueError(f"schedule={self.schedule!r} is not allowed; allowed: 'cosine', 'linear', 'constant'")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step (from 0)."""
+        rise = max(1, round(self.warmup * self.steps))
+        if step < rise:
+            return self.learning_rate * (step + 1) / rise
+        done = (step - rise) / max(1, self.steps - rise)
+        fall = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[self.schedule]
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * fall)

@@ -1,0 +1,3 @@
+"""Lines that tests append and the end of the test run prints: what was compared, how much, the largest difference."""
+
+LINES: list[str] = []
