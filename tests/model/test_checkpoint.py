@@ -50,7 +50,23 @@ def test_round_trip_is_bitwise(name, dtype, tmp_path):
     weights, kept = model.state_dict(), again.state_dict()
     assert list(weights) == list(kept)
     assert all(torch.equal(weights[key], kept[key]) for key in weights)
-    assert torch.equal(model(inputs), again(inputs))
+    # Logits to rounding only: matrix products take other kernels where memory is aligned otherwise.
+    close = {"rtol": 0.0, "atol": 0.2 if dtype == torch.bfloat16 else 1e-12 if dtype == torch.float64 else 1e-5}
+    torch.testing.assert_close(model(inputs), again(inputs), **close)
+
+
+def test_a_loaded_model_owns_its_weights(folder):
+    """Writing to it changes neither the file nor a second model loaded from it, and it trains."""
+    before = (folder / "weights.safetensors").read_bytes()
+    model, other = load(folder), load(folder)
+    model(torch.arange(5)[None]).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.requires_grad
+            parameter += 1.0
+    assert (folder / "weights.safetensors").read_bytes() == before
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(load(folder).parameters(), other.parameters(), strict=True))
 
 
 def test_saving_changes_nothing_and_keeps_extra(tmp_path):
@@ -177,7 +193,7 @@ DAMAGE = [
     (missing_key, "missing weights ['blocks.1.attention.qkv.weight']"),
     (extra_key, "unknown weights ['stranger']"),
     (wrong_shape, "W_pos has shape (3, 8), the config asks for (8, 8)"),
-    (config_of_another_size, "the config asks for (9, 8)"),
+    (config_of_another_size, "blocks.0.ffn.down.weight has shape (8, 7), the config asks for (8, 9)"),
     (nan_weights, "blocks.0.ffn.up.weight has 3 NaN or infinite"),
     (infinite_weights, "embedding.weight has 1 NaN or infinite"),
 ]

@@ -1,0 +1,44 @@
+"""One thread everywhere, small models to share, and the oracle's and the faults' counts at the end of the run."""
+
+from __future__ import annotations
+
+import pytest
+import summary
+import torch
+
+from interp import ModelConfig, Transformer
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def config() -> ModelConfig:
+    """Two layers, grouped keys and values, gated FFN, rotary: most options at once."""
+    return ModelConfig(
+        vocab=13, n_layers=2, n_heads=4, n_kv_heads=2, d_model=16, n_ctx=16, norm="rmsnorm", ffn="swiglu", positions="rotary"
+    )
+
+
+@pytest.fixture(scope="session")
+def model(config) -> Transformer:
+    """A random float64 model of `config`. Never trained or changed by a test."""
+    return Transformer(config, seed=1).double().eval()
+
+
+@pytest.fixture(scope="session")
+def tokens() -> torch.Tensor:
+    """Three sequences of seven tokens."""
+    return torch.randint(0, 13, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="session")
+def shipped():
+    """(model, task) that come with the package."""
+    import interp
+
+    return interp.shipped()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for line in summary.LINES:
+        terminalreporter.write_line(line)

@@ -1,0 +1,162 @@
+"""The loop learns, resumes bit for bit after a kill, and refuses what it must."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from interp import ModelConfig, TrainConfig, Transformer, load
+from interp.tasks import ToyFacts
+from interp.training import DivergedError, TrainingFolderError, train
+from interp.training.train import make_optimizer, read, train_step
+
+TASK = ToyFacts(16)
+MODEL = TASK.model_config(d_model=32, n_heads=2)
+CONFIG = TrainConfig(steps=30, batch_size=32, evaluate_every=10, checkpoint_every=10, learning_rate=5e-3)
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(a, b):
+    a, b = weights(a), weights(b)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_it_learns_a_small_table_by_heart():
+    result = train(MODEL, TASK, replace(CONFIG, steps=300), progress=False)
+    accuracy = result.curves.groupby("split")["accuracy"].last()
+    assert accuracy["train"] == 1.0 and result.curves["loss"].iloc[-1] < 0.1 < result.curves["loss"].iloc[0]
+
+
+def test_same_seed_same_numbers_and_another_seed_others():
+    a, b = (train(MODEL, TASK, CONFIG, progress=False) for _ in range(2))
+    assert_same(a.model, b.model)
+    assert a.curves.drop(columns="seconds").equals(b.curves.drop(columns="seconds"))
+    c = train(MODEL, TASK, replace(CONFIG, seed=1), progress=False)
+    assert not torch.equal(a.model.W_E, c.model.W_E)
+
+
+def test_resuming_equals_never_having_stopped(tmp_path, monkeypatch):
+    whole = train(MODEL, TASK, CONFIG, tmp_path / "whole", progress=False)
+
+    class Killed(BaseException):
+        """As good as kill -9 for the loop: nothing is caught or tidied."""
+
+    def until(step):
+        def batch(self, at, size, seed):
+            if at == step:
+                raise Killed
+            return original(self, at, size, seed)
+
+        return batch
+
+    original = ToyFacts.batch
+    for stop in (14, 27):  # not at a checkpoint: steps since the last one are done again
+        monkeypatch.setattr(ToyFacts, "batch", until(stop))
+        with pytest.raises(Killed):
+            train(MODEL, TASK, CONFIG, tmp_path / "cut", resume=stop != 14, progress=False)
+    monkeypatch.setattr(ToyFacts, "batch", original)
+    resumed = train(MODEL, TASK, CONFIG, tmp_path / "cut", resume=True, progress=False)
+    assert_same(whole.model, resumed.model)
+    assert whole.curves.drop(columns="seconds").equals(resumed.curves.drop(columns="seconds"))
+    files = [tmp_path / name / "model" / "weights.safetensors" for name in ("whole", "cut")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_from_the_command_line(tmp_path):
+    words = [sys.executable, "-m", "interp", "train", "facts", "--n-subjects", "32", "--d-model", "32", "--steps", "400",
+             "--batch-size", "64", "--threads", "1"]  # fmt: skip
+    subprocess.run([*words, "--folder", str(tmp_path / "whole")], check=True, capture_output=True)
+    process = subprocess.Popen([*words, "--folder", str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        if (tmp_path / "cut" / "state.safetensors").exists():
+            break
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "cut" / "model").exists()
+    subprocess.run([*words, "--folder", str(tmp_path / "cut"), "--resume"], check=True, capture_output=True)
+    files = [(tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert files[0] == files[1]
+
+
+def test_the_folder_holds_everything_and_a_finished_run_is_reused(tmp_path):
+    result = train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "curves.parquet", "model", "provenance.json"}
+    assert_same(result.model, load(tmp_path / "run" / "model"))
+    curves = pd.read_parquet(tmp_path / "run" / "curves.parquet")
+    assert list(curves["step"].unique()) == [10, 20, 30] and set(curves["split"]) == {"train", "held_out"}
+    again = train(MODEL, TASK, CONFIG, tmp_path / "run", resume=True, progress=False)
+    assert_same(result.model, again.model)
+
+
+def test_folders_are_never_overwritten_or_mixed(tmp_path):
+    train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
+    with pytest.raises(TrainingFolderError, match="--resume"):
+        train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
+    with pytest.raises(TrainingFolderError, match=r"train\.steps: 30 there, 40 asked for"):
+        train(MODEL, TASK, replace(CONFIG, steps=40), tmp_path / "run", resume=True, progress=False)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").touch()
+    with pytest.raises(TrainingFolderError, match="not empty"):
+        train(MODEL, TASK, CONFIG, tmp_path / "foreign", progress=False)
+
+
+def test_divergence_is_reported(monkeypatch):
+    model = Transformer(MODEL)
+    with torch.no_grad():
+        model.blocks[0].ffn.down.weight.mul_(float("inf"))
+    with pytest.raises(DivergedError, match="step 0"):
+        train(model, TASK, CONFIG, progress=False)
+
+
+def test_reading_some_positions_equals_the_full_forward(model, tokens):
+    positions = torch.tensor([[0, 3], [6, 1], [2, 2]])
+    from interp import Inputs
+
+    full = model(tokens)
+    assert torch.allclose(read(model, Inputs(tokens), positions), full[torch.arange(3)[:, None], positions], atol=1e-12)
+
+
+def test_decay_spares_embeddings_norms_and_biases():
+    model = Transformer(ModelConfig(vocab=13, n_layers=1, n_heads=2, d_model=8, n_ctx=8))
+    decayed, spared = make_optimizer(model, CONFIG).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"qkv", "out", "up", "down"}
+    assert {"W_pos", "embedding.weight", "unembedding.weight", "final_norm.bias"} <= {names[id(p)] for p in spared["params"]}
+    assert len(names) == len(decayed["params"]) + len(spared["params"]) and spared["weight_decay"] == 0
+
+
+def test_a_step_is_adamw_on_the_clipped_gradient():
+    """The same update written out, for one parameter."""
+    model = Transformer(MODEL, seed=0).double()
+    reference = Transformer(MODEL, seed=0).double()
+    config = replace(CONFIG, clip=0.05, weight_decay=0.1)
+    train_step(model, make_optimizer(model, config), TASK, config, 0)
+    batch = TASK.batch(0, 32, 0)
+    logits = reference(batch.inputs)[torch.arange(32)[:, None], batch.positions]
+    torch.nn.functional.cross_entropy(logits[:, 0], batch.targets[:, 0]).backward()
+    norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
+    weight = reference.blocks[0].attention.qkv.weight
+    gradient = weight.grad * (0.05 / (norm + 1e-6))
+    rate = config.rate(0)
+    expected = weight * (1 - rate * 0.1) - rate * gradient / (gradient.abs() + 1e-8)
+    assert norm > 0.05 and torch.allclose(model.blocks[0].attention.qkv.weight, expected, atol=1e-10)
+
+
+def test_schedule():
+    cosine = TrainConfig(steps=100, learning_rate=1.0, warmup=0.1)
+    assert [round(cosine.rate(step), 3) for step in (0, 9, 10, 55)] == [0.1, 1.0, 1.0, 0.5] and cosine.rate(99) < 0.001
+    assert replace(cosine, schedule="linear").rate(55) == 0.5 and replace(cosine, schedule="constant").rate(99) == 1.0
+    for bad in ({"steps": 0}, {"learning_rate": 0.0}, {"warmup": 1.0}, {"schedule": "step"}):
+        with pytest.raises(ValueError, match="allowed|above 0"):
+            TrainConfig(**bad)
