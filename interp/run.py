@@ -140,12 +140,37 @@ def check_inputs(model: Hookable, inputs: Inputs) -> None:
     _check_shape("mask", inputs.mask, tokens.shape, torch.bool)
     if inputs.mask is not None and not bool(inputs.mask.any(1).all()):
         raise InputsError(f"every sequence needs a real token; the mask has none in {(~inputs.mask.any(1)).nonzero()[:, 0].tolist()}")
-    _check_shape("segments", inputs.segments, tokens.shape)
-    _check_shape("prefix_length", inputs.prefix_length, (inputs.batch,))
+    _check_optional(inputs, config)
     if inputs.embeddings is not None:
         _check_shape("embeddings", inputs.embeddings, (*tokens.shape, config.d_model))
     for name, role in inputs.roles.items():
         _check_shape(f"role {name!r}", role, (inputs.batch,))
+
+
+def _check_optional(inputs: Inputs, config: Any) -> None:
+    """The fields that only some models read: refused where they would be ignored, in range where they are read."""
+    readers = {
+        "prefix_length": ("kind='prefix-decoder'", config.kind == "prefix-decoder"),
+        "segments": ("n_segments > 0", getattr(config, "n_segments", 0) > 0),
+        "source": ("kind='encoder-decoder'", config.kind == "encoder-decoder"),
+        "source_mask": ("kind='encoder-decoder'", config.kind == "encoder-decoder"),
+    }
+    for name, (needed, read) in readers.items():
+        if getattr(inputs, name) is not None and not read:
+            raise InputsError(f"{name} was given, but this model would ignore it; only a model with {needed} reads it")
+    if inputs.segments is not None:
+        _check_ints("segments", inputs.segments, inputs.tokens.shape, config.n_segments - 1)
+    if inputs.prefix_length is not None:
+        _check_ints("prefix_length", inputs.prefix_length, (inputs.batch,), inputs.length)
+
+
+def _check_ints(name: str, value: Tensor, shape: Any, high: int) -> None:
+    _check_shape(name, value, shape)
+    if value.dtype.is_floating_point or value.dtype == torch.bool:
+        raise InputsError(f"{name} must be integers, got {value.dtype}")
+    if int(value.min()) < 0 or int(value.max()) > high:
+        bad = int(value.min()) if int(value.min()) < 0 else int(value.max())
+        raise InputsError(f"{name} holds {bad}; allowed: 0 … {high}")
 
 
 def _check_shape(name: str, value: Tensor | None, shape: Any, dtype: torch.dtype | None = None) -> None:

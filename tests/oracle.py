@@ -180,7 +180,7 @@ def admitted_edges(config, real, ids, prefix):
                 sees = True
             else:
                 sees = j <= i
-            if config["window"] is not None and abs(i - j) >= config["window"]:
+            if config["window"] is not None and abs(ids[i] - ids[j]) >= config["window"]:
                 sees = False
             if config["kind"] == "prefix-decoder" and ids[j] < prefix:
                 sees = True

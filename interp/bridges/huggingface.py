@@ -205,12 +205,12 @@ def _gpt2_weights(config: ModelConfig, source: dict[str, Tensor]) -> dict[str, T
 
 
 def _take(source: dict[str, Tensor], *names: str) -> Tensor:
-    """Remove the named tensors from `source`; their rows joined, always a copy."""
+    """Remove the named tensors from `source`, their rows joined; `fill` makes the copy."""
     missing = [name for name in names if name not in source]
     if missing:
         raise BridgeError(f"the source lacks the weight {missing[0]!r} that its config asks for")
     found = [source.pop(name) for name in names]
-    return torch.cat(found) if len(found) > 1 else found[0].clone()
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 _CONVERTERS: dict[str, tuple[Callable[[Any, str], ModelConfig], Callable[..., dict[str, Tensor]]]] = {

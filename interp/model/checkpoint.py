@@ -85,7 +85,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Transformer:
 
 
 def fill(model: Transformer, weights: dict[str, torch.Tensor], source: str) -> None:
-    """Give `weights` to `model` (as they are, not copied) after checking every key, shape and value. Raises CheckpointError naming them."""
+    """Give `weights` to `model` after checking every key, shape and value; empties the dict. CheckpointError names them."""
     wanted = model.state_dict()
     missing, foreign = sorted(set(wanted) - set(weights)), sorted(set(weights) - set(wanted))
     if missing or foreign:
@@ -98,4 +98,7 @@ def fill(model: Transformer, weights: dict[str, torch.Tensor], source: str) -> N
         if not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{source}: {name} has {count} NaN or infinite entries; weights must be finite")
-    model.load_state_dict(weights, assign=True)  # no second copy: the model owns the tensors it is given
+    # Fresh copies, one at a time: aligned as in a new model (so the same numbers bit for bit), sharing nothing with the
+    # source (a mapped file, another library's model), and never two whole models in memory on our account.
+    fresh = {name: weights.pop(name).clone(memory_format=torch.contiguous_format) for name in list(weights)}
+    model.load_state_dict(fresh, assign=True)

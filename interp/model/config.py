@@ -38,7 +38,8 @@ class ModelConfig:
     swish_beta: β of 7.21 for "swish" and "swiglu", a float or "learned" (one per layer). rotary_base,
     rotary_fraction (share of d_head rotated), rotary_scaling ({"type": "linear" | "llama3", …}).
     bias: True = {"qkv", "attn_out", "ffn"}, False = none, or a set of those and "unembed"; a norm's offset belongs
-    to the norm. qk_norm: RMSNorm of each head's q and k. window: a query sees at most this many last keys.
+    to the norm. qk_norm: RMSNorm of each head's q and k. window: a query sees keys less than this
+    far away (a decoder: at most this many last ones, itself included; a prefix is seen regardless).
     embedding_norm: a norm between embeddings and the first block. n_segments: segment embeddings, 0 = none.
     attention_scale: factor on q·k, default 1/sqrt(d_head). head: False leaves out the unembedding.
     Raises ConfigError naming the value and what is allowed.
@@ -83,7 +84,7 @@ class ModelConfig:
             _require(value is None or (_is_int(value) and value > 0), name, value, "an integer > 0 or None")
         for name in ("qk_norm", "embedding_norm", "tied_embeddings", "head"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _require(self.final_norm in (None, True, False), "final_norm", self.final_norm, "True, False or None")
+        _require(self.final_norm is None or isinstance(self.final_norm, bool), "final_norm", self.final_norm, "True, False or None")
         _require(_is_int(self.n_segments) and self.n_segments >= 0, "n_segments", self.n_segments, "an integer >= 0")
         self._resolve_defaults()
         self._check_numbers()
@@ -108,7 +109,9 @@ class ModelConfig:
         if isinstance(self.bias, bool):
             self._set("bias", DEFAULT_BIAS if self.bias else frozenset())
         else:
-            ok = not isinstance(self.bias, str) and set(self.bias) <= set(BIAS_PLACES)
+            places = self.bias if isinstance(self.bias, frozenset | set | list | tuple) else [self.bias]
+            ok = all(isinstance(place, str) and place in BIAS_PLACES for place in places)
+            ok = ok and not isinstance(self.bias, str)
             _require(ok, "bias", self.bias, "True, False or a set of " + ", ".join(map(repr, BIAS_PLACES)))
             self._set("bias", frozenset(self.bias))
         if self.attention_scale is None:
@@ -125,9 +128,17 @@ class ModelConfig:
         _require(_is_number(fraction) and 0 < fraction <= 1, "rotary_fraction", fraction, "a number in (0, 1]")
         if self.rotary_scaling is not None:
             kind = self.rotary_scaling.get("type") if isinstance(self.rotary_scaling, dict) else None
+            kind = kind if isinstance(kind, str) else None
             allowed = " or ".join(f"{{'type': {k!r}, {', '.join(sorted(v))}}}" for k, v in ROPE_SCALINGS.items())
             ok = kind in ROPE_SCALINGS and set(self.rotary_scaling) == {"type"} | ROPE_SCALINGS[kind]
             _require(ok, "rotary_scaling", self.rotary_scaling, f"None, {allowed}")
+            self._set("rotary_scaling", dict(self.rotary_scaling))  # the caller's dict stays the caller's
+            numbers = {name: value for name, value in self.rotary_scaling.items() if name != "type"}
+            ok = all(_is_number(value) and value > 0 for value in numbers.values())
+            _require(ok, "rotary_scaling", self.rotary_scaling, "numbers > 0")
+            if kind == "llama3":
+                ok = numbers["low_freq_factor"] < numbers["high_freq_factor"]
+                _require(ok, "rotary_scaling", self.rotary_scaling, "low_freq_factor < high_freq_factor")
 
     def _check_contradictions(self) -> None:
         _require(self.n_heads % self.kv_heads == 0, "n_kv_heads", self.n_kv_heads, f"a divisor of n_heads={self.n_heads}")
@@ -212,7 +223,8 @@ class ModelConfig:
         return ModelConfig(**values)
 
     def __hash__(self) -> int:
-        return hash(repr(sorted((k, str(v)) for k, v in self.to_dict().items())))
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return hash(tuple(tuple(sorted(value.items())) if isinstance(value, dict) else value for value in values))
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -138,7 +138,10 @@ def joined_mask(inputs: Inputs, cache: KVCache | None) -> Tensor | None:
 
 
 def position_ids(inputs: Inputs, cache: KVCache | None = None) -> Tensor:
-    """Position of each new token [batch or 1, pos]: the number of real tokens before it, so left padding equals none."""
+    """Position of each new token [batch or 1, pos]: how many real tokens precede it, so left padding equals none.
+
+    Padding itself gets the position of the last real token before it (0 if there is none); nothing reads it.
+    """
     start = 0 if cache is None else cache.length
     mask = joined_mask(inputs, cache)
     if mask is None:
@@ -182,11 +185,12 @@ def attention_edges(config: ModelConfig, inputs: Inputs, cache: KVCache | None =
     device = inputs.tokens.device
     query, key = torch.arange(start, n_key, device=device)[:, None], torch.arange(n_key, device=device)[None]
     edges = torch.ones_like(key <= query) if config.kind == "encoder" else key <= query
-    if window is not None:
-        edges = edges & ((query - key).abs() < window)
     edges = edges[None, None]
+    # Positions count real tokens, so distances and prefixes do too.
+    ids = torch.arange(n_key, device=device)[None] if real is None else (real.long().cumsum(1) - 1).clamp(min=0)
+    if window is not None:
+        edges = edges & ((ids[:, start:, None] - ids[:, None, :]).abs() < window)[:, None]
     if config.kind == "prefix-decoder" and inputs.prefix_length is not None:
-        ids = torch.arange(n_key, device=device)[None] if real is None else real.long().cumsum(1) - 1
         edges = edges | (ids < inputs.prefix_length[:, None])[:, None, None]
     if real is not None:
         edges = edges & real[:, None, None]

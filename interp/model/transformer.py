@@ -11,7 +11,7 @@ from torch.nn.utils import skip_init
 
 from interp.model.block import Blocks
 from interp.model.config import ConfigError, ModelConfig
-from interp.model.inputs import Inputs, KVCache, as_inputs, position_ids
+from interp.model.inputs import Inputs, InputsError, KVCache, as_inputs, position_ids
 from interp.model.layout import ordered_sites
 from interp.model.norms import make_norm
 from interp.model.positions import sinusoidal
@@ -76,6 +76,8 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: Any, tap: Tap | Any = None, kv_cache: KVCache | None = None) -> Tensor:
         inputs, tap = as_inputs(inputs), as_tap(tap)
+        if kv_cache is not None and self.config.kind == "encoder":
+            raise InputsError("kind='encoder' cannot use kv_cache: earlier positions read later ones; allowed: None")
         stream = self.embed(inputs, tap, kv_cache)
         stream = self.blocks(stream, 0, self.config.n_layers, tap, inputs, kv_cache)
         if kv_cache is not None:
