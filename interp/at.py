@@ -60,9 +60,7 @@ def select(site: Site, shape: torch.Size | tuple[int, ...], at: Any, inputs: Inp
     if len(at) > len(axes):
         raise SelectionError(f"at={at!r} has {len(at)} entries, but '{site}' has {len(axes)} axes after batch: "
                              f"{', '.join(axes)}")  # fmt: skip
-    entries = [
-        _entry(site, axis, size, entry, inputs) for axis, size, entry in zip(axes, shape[1:], at, strict=False)
-    ]
+    entries = [_entry(site, axis, size, entry, inputs) for axis, size, entry in zip(axes, shape[1:], at, strict=False)]
     if all(isinstance(entry, int | slice) for entry in entries):
         return (slice(None), *entries)
     return _mesh(shape, entries, inputs)
@@ -84,7 +82,9 @@ def _entry(site: Site, axis: str, size: int, entry: Any, inputs: Inputs) -> Any:
         if not all(isinstance(one, int) for one in checked):
             raise SelectionError(f"{what}: a list may hold non-negative ints only, got {entry!r}")
         return checked
-    if axis in POSITION_AXES and (isinstance(entry, str | Tensor) or _negative(entry) or _may_be_padding(entry, inputs)):
+    if axis in POSITION_AXES and (
+        isinstance(entry, str | Tensor) or _negative(entry) or _may_be_padding(entry, inputs)
+    ):
         index = positions(inputs, entry, what)
         return index if isinstance(entry, str | Tensor) or inputs.mask is not None else int(index[0])
     if isinstance(entry, Tensor):

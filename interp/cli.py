@@ -46,7 +46,7 @@ class Report:
     """Where to; parts that are there and have the same settings are reused."""
     toy_only: bool = False
     """Leave the real model out (no download)."""
-    pairs: int = 12
+    pairs: int = 8
     """Prompt pairs of the real model's patching sweep."""
 
 
@@ -63,7 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         {Train: _train, Report: _report, Info: _info}[type(command)](command)
     except KeyboardInterrupt:
-        sys.exit("interrupted; what had finished is kept" + (" (--resume goes on)" if isinstance(command, Train) else ""))
+        sys.exit(
+            "interrupted; what had finished is kept" + (" (--resume goes on)" if isinstance(command, Train) else "")
+        )
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"interp: {error}")
 
@@ -89,7 +91,9 @@ def _train(command: Train) -> None:
     record.write_atomic(command.folder / "curves.png", lambda path: figure.savefig(path, dpi=150))
     last = result.curves.groupby("split", sort=False).last()
     for split, row in last.iterrows():
-        print(f"{split}: {100 * row['accuracy']:.2f}% of {row['n']} prompts (wanted {100 * task.success[str(split)]:.1f}%)")
+        print(
+            f"{split}: {100 * row['accuracy']:.2f}% of {row['n']} prompts (wanted {100 * task.success[str(split)]:.1f}%)"
+        )
     print(f"{'learned' if result.success else 'NOT learned'} in {result.seconds:.0f} s; {command.folder}/model")
 
 

@@ -60,7 +60,9 @@ class Cache(Mapping[Site, Tensor]):
             raise UnknownSiteError(f"unknown site {name!r}{suggest(name, SITES)}; allowed: {', '.join(SITES)}")
         found = sorted((s for s in self if s.name == name and s.stack == stack), key=lambda s: s.layer or 0)
         if not found:
-            raise KeyError(f"{name!r} was not recorded at any layer; recorded: {', '.join(map(str, self)) or 'nothing'}")
+            raise KeyError(
+                f"{name!r} was not recorded at any layer; recorded: {', '.join(map(str, self)) or 'nothing'}"
+            )
         return torch.stack([self[site] for site in found])
 
 
@@ -139,7 +141,9 @@ def check_inputs(model: Hookable, inputs: Inputs) -> None:
         raise InputsError(f"a sequence of {inputs.length} tokens is too long; allowed: at most n_ctx={config.n_ctx}")
     _check_shape("mask", inputs.mask, tokens.shape, torch.bool)
     if inputs.mask is not None and not bool(inputs.mask.any(1).all()):
-        raise InputsError(f"every sequence needs a real token; the mask has none in {(~inputs.mask.any(1)).nonzero()[:, 0].tolist()}")
+        raise InputsError(
+            f"every sequence needs a real token; the mask has none in {(~inputs.mask.any(1)).nonzero()[:, 0].tolist()}"
+        )
     _check_optional(inputs, config)
     if inputs.embeddings is not None:
         _check_shape("embeddings", inputs.embeddings, (*tokens.shape, config.d_model))
@@ -223,7 +227,11 @@ class _RunTap:
         """The value itself where nothing else can write to it, else a copy (stream entering a block = leaving the last)."""
         kept = value if self.keep_graph else value.detach()
         storage = value.untyped_storage()
-        shared = storage.nbytes() != value.numel() * value.element_size() or storage.data_ptr() in self._kept or site.name == "logits"
+        shared = (
+            storage.nbytes() != value.numel() * value.element_size()
+            or storage.data_ptr() in self._kept
+            or site.name == "logits"
+        )
         self._kept.add(storage.data_ptr())
         return kept.clone() if shared else kept
 

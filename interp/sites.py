@@ -105,7 +105,9 @@ class Site:
 
     def __post_init__(self) -> None:
         if self.name not in SITES:
-            raise UnknownSiteError(f"unknown site {self.name!r}{suggest(self.name, SITES)}; allowed: {', '.join(SITES)}")
+            raise UnknownSiteError(
+                f"unknown site {self.name!r}{suggest(self.name, SITES)}; allowed: {', '.join(SITES)}"
+            )
         if self.stack is not None and self.stack not in STACKS:
             raise UnknownSiteError(f"unknown stack {self.stack!r}; allowed: {', '.join(STACKS)}")
         if SITES[self.name].per_layer and self.layer is None:

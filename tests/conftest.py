@@ -15,7 +15,15 @@ torch.set_num_threads(1)
 def config() -> ModelConfig:
     """Two layers, grouped keys and values, gated FFN, rotary: most options at once."""
     return ModelConfig(
-        vocab=13, n_layers=2, n_heads=4, n_kv_heads=2, d_model=16, n_ctx=16, norm="rmsnorm", ffn="swiglu", positions="rotary"
+        vocab=13,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        d_model=16,
+        n_ctx=16,
+        norm="rmsnorm",
+        ffn="swiglu",
+        positions="rotary",
     )
 
 

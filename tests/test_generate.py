@@ -18,7 +18,12 @@ def test_cached_equals_recomputed_token_for_token(positions, norm_position):
                     norm_position=norm_position), seed=2,
     ).eval()  # fmt: skip
     prompt = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1))
-    for options in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 4}, {"temperature": 1.3, "top_p": 0.8}):
+    for options in (
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.7, "top_k": 4},
+        {"temperature": 1.3, "top_p": 0.8},
+    ):
         cached = generate(model, prompt, 12, **options)
         assert torch.equal(cached, generate(model, prompt, 12, use_cache=False, **options)), options
 

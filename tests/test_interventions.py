@@ -130,7 +130,9 @@ def test_patching_attn_out_equals_adding_the_difference_to_the_stream(model, tok
 def test_scale_add_mean_noise(model, tokens, other):
     plain = run(model, tokens, record="0.ffn_out").cache["0.ffn_out"]
     assert torch.equal(after(model, tokens, Scale("0.ffn_out", 0.5), "0.ffn_out"), plain * 0.5)
-    assert torch.equal(after(model, tokens, Add("0.ffn_out", torch.arange(16.0)), "0.ffn_out"), plain + torch.arange(16.0))
+    assert torch.equal(
+        after(model, tokens, Add("0.ffn_out", torch.arange(16.0)), "0.ffn_out"), plain + torch.arange(16.0)
+    )
     reference = run(model, other, record="0.ffn_out")
     mean = reference.cache["0.ffn_out"].mean(0, keepdim=True).expand(3, 7, 16)
     assert torch.equal(after(model, tokens, Mean("0.ffn_out", reference), "0.ffn_out"), mean)

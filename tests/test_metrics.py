@@ -15,11 +15,15 @@ def test_values_by_definition(model, tokens):
     last = got.logits[:, -1]
     correct, wrong = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
     rows = torch.arange(3)
-    assert torch.equal(evaluate(logit_difference(correct, wrong), got.logits, got.inputs), last[rows, correct] - last[rows, wrong])
+    assert torch.equal(
+        evaluate(logit_difference(correct, wrong), got.logits, got.inputs), last[rows, correct] - last[rows, wrong]
+    )
     assert torch.equal(evaluate(logit_difference(1, 2), got.logits, got.inputs), last[:, 1] - last[:, 2])
     chance = last.exp() / last.exp().sum(-1, keepdim=True)
     assert torch.allclose(evaluate(probability(correct), got.logits, got.inputs), chance[rows, correct], atol=1e-14)
-    assert torch.allclose(evaluate(log_probability(5, position=2), got.logits, got.inputs), got.logits[:, 2].log_softmax(-1)[:, 5])
+    assert torch.allclose(
+        evaluate(log_probability(5, position=2), got.logits, got.inputs), got.logits[:, 2].log_softmax(-1)[:, 5]
+    )
 
 
 def test_kl_is_zero_to_itself_and_the_sum_elsewhere(model, tokens):

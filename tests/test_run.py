@@ -38,7 +38,9 @@ def test_gradients_flow_only_when_asked(model, tokens):
 
 def test_a_site_is_recorded_after_its_changes_in_list_order(model, tokens):
     changes = [Replace("0.resid_mid", 1.0), Add("0.resid_mid", 2.0)]
-    assert torch.equal(run(model, tokens, "0.resid_mid", changes).cache["0.resid_mid"], torch.full((3, 7, 16), 3.0).double())
+    assert torch.equal(
+        run(model, tokens, "0.resid_mid", changes).cache["0.resid_mid"], torch.full((3, 7, 16), 3.0).double()
+    )
     reverse = run(model, tokens, "0.resid_mid", changes[::-1]).cache["0.resid_mid"]
     assert torch.equal(reverse, torch.ones(3, 7, 16).double())
 

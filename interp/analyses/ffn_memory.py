@@ -167,7 +167,7 @@ def _extremes(sign: int, act: Tensor, real: Tensor, tokens: Tensor, neurons, lay
                 "example": example, "position": position, "token": int(tokens[example, position]),
                 "text": text[example][position], "context": _join(text[example][start : position + 1]),
             })  # fmt: skip
-    columns = "layer neuron sign rank coefficient example position token text context".split()
+    columns = ["layer", "neuron", "sign", "rank", "coefficient", "example", "position", "token", "text", "context"]
     return pd.DataFrame(rows, columns=columns)
 
 

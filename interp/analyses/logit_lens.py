@@ -59,7 +59,9 @@ def logit_lens(
     return pd.concat(frames, ignore_index=True)
 
 
-def _rows(site, place, index: Tensor, lens: Tensor, final: Tensor, target: Tensor, read: Tensor, tokenizer) -> pd.DataFrame:
+def _rows(
+    site, place, index: Tensor, lens: Tensor, final: Tensor, target: Tensor, read: Tensor, tokenizer
+) -> pd.DataFrame:
     chance, top = lens.gather(-1, target[:, None])[:, 0], lens.argmax(-1)
     return pd.DataFrame({
         "site": str(site), "layer": site.layer, "name": site.name,

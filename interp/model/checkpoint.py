@@ -35,7 +35,11 @@ def save(model: Transformer, folder: str | Path, extra: dict[str, Any] | None = 
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        document = {"format": FORMAT, "dtype": str(model.dtype).removeprefix("torch."), "config": model.config.to_dict()}
+        document = {
+            "format": FORMAT,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "config": model.config.to_dict(),
+        }
         (temporary / "config.json").write_text(json.dumps({**document, "extra": extra or {}}, indent=1) + "\n")
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         save_file(weights, temporary / "weights.safetensors")
@@ -52,7 +56,9 @@ def read_document(folder: str | Path) -> dict[str, Any]:
     """The JSON beside a checkpoint's weights: format, dtype, config, extra. CheckpointError when it is not ours."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: {path.name} is missing; allowed: a folder written by save()")
+        raise CheckpointError(
+            f"{folder} is not a checkpoint: {path.name} is missing; allowed: a folder written by save()"
+        )
     try:
         document = json.loads(path.read_text())
     except ValueError as error:

@@ -76,15 +76,24 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
+            _require(
+                getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(map(repr, allowed))
+            )
         for name in ("vocab", "n_layers", "n_heads", "d_model", "n_ctx"):
-            _require(_is_int(getattr(self, name)) and getattr(self, name) > 0, name, getattr(self, name), "an integer > 0")
+            _require(
+                _is_int(getattr(self, name)) and getattr(self, name) > 0, name, getattr(self, name), "an integer > 0"
+            )
         for name in ("d_ff", "d_head", "n_kv_heads", "n_encoder_layers", "window"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value > 0), name, value, "an integer > 0 or None")
         for name in ("qk_norm", "embedding_norm", "tied_embeddings", "head"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _require(self.final_norm is None or isinstance(self.final_norm, bool), "final_norm", self.final_norm, "True, False or None")
+        _require(
+            self.final_norm is None or isinstance(self.final_norm, bool),
+            "final_norm",
+            self.final_norm,
+            "True, False or None",
+        )
         _require(_is_int(self.n_segments) and self.n_segments >= 0, "n_segments", self.n_segments, "an integer >= 0")
         self._resolve_defaults()
         self._check_numbers()
@@ -141,14 +150,20 @@ class ModelConfig:
                 _require(ok, "rotary_scaling", self.rotary_scaling, "low_freq_factor < high_freq_factor")
 
     def _check_contradictions(self) -> None:
-        _require(self.n_heads % self.kv_heads == 0, "n_kv_heads", self.n_kv_heads, f"a divisor of n_heads={self.n_heads}")
+        _require(
+            self.n_heads % self.kv_heads == 0, "n_kv_heads", self.n_kv_heads, f"a divisor of n_heads={self.n_heads}"
+        )
         if self.positions == "rotary":
             n = self.rotary_dims
             _require(n > 0 and n % 2 == 0, "rotary_fraction", self.rotary_fraction,
                      f"one that rotates an even number of the d_head={self.d_head} entries, this rotates {n}")  # fmt: skip
         else:
-            _require(self.rotary_scaling is None, "rotary_scaling", self.rotary_scaling, "None unless positions='rotary'")
-            _require(self.rotary_fraction == 1.0, "rotary_fraction", self.rotary_fraction, "1.0 unless positions='rotary'")
+            _require(
+                self.rotary_scaling is None, "rotary_scaling", self.rotary_scaling, "None unless positions='rotary'"
+            )
+            _require(
+                self.rotary_fraction == 1.0, "rotary_fraction", self.rotary_fraction, "1.0 unless positions='rotary'"
+            )
         if self.positions == "sinusoidal":
             _require(self.d_model % 2 == 0, "d_model", self.d_model, "even for positions='sinusoidal'")
         if self.swish_beta != 1.0:

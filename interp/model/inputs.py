@@ -195,4 +195,3 @@ def attention_edges(config: ModelConfig, inputs: Inputs, cache: KVCache | None =
     if real is not None:
         edges = edges & real[:, None, None]
     return Edges(edges, False, real is not None)
-

@@ -43,7 +43,9 @@ class Transformer(nn.Module):
         self.sites: tuple[Site, ...] = ordered_sites(config)
         self.embedding = skip_init(nn.Embedding, config.vocab, config.d_model)
         self.W_pos = nn.Parameter(torch.empty(config.n_ctx, config.d_model)) if config.positions == "learned" else None
-        self.segment_embedding = skip_init(nn.Embedding, config.n_segments, config.d_model) if config.n_segments else None
+        self.segment_embedding = (
+            skip_init(nn.Embedding, config.n_segments, config.d_model) if config.n_segments else None
+        )
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.blocks = Blocks(config)
         s = self.site_names

@@ -73,7 +73,12 @@ def head_heatmap(
 def _draw(ax: Axes, grid: pd.DataFrame, top: float):
     ax.set_facecolor("#dddddd")  # cells that were not swept
     return ax.imshow(
-        np.ma.masked_invalid(grid.to_numpy(dtype=float)), aspect="auto", origin="lower", cmap="RdBu_r", vmin=-top, vmax=top
+        np.ma.masked_invalid(grid.to_numpy(dtype=float)),
+        aspect="auto",
+        origin="lower",
+        cmap="RdBu_r",
+        vmin=-top,
+        vmax=top,
     )
 
 

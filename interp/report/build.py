@@ -20,7 +20,7 @@ LEAD = (
 )
 
 
-def build(folder: str | Path, real: bool = True, n_pairs: int = 12, progress: bool = True) -> Path:
+def build(folder: str | Path, real: bool = True, n_pairs: int = 8, progress: bool = True) -> Path:
     """Measure what is missing, reuse what is there, and write `folder`/index.html; returns its path."""
     folder, started = Path(folder), time.time()
     sections = [toy_model.section(folder, progress)]
@@ -46,7 +46,9 @@ def _limits(real: bool) -> Section:
         "A neuron's promoted tokens and triggers describe what it writes and when it fires, not that the fact needs it.",
     ]
     if real:
-        lines.append("The real model's weights are 4-bit (Q4_1), dequantised; its facts were chosen because it knows them.")
+        lines.append(
+            "The real model's weights are 4-bit (Q4_1), dequantised; its facts were chosen because it knows them."
+        )
     section.bullets(lines)
     return section
 

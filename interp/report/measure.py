@@ -28,11 +28,20 @@ from interp.tasks.facts import Pairs, Prompts
 STREAM_SITES = ("resid_pre", "attn_out", "ffn_out")
 
 
-def by_position(model: Hookable, pairs: Pairs, positions: Sequence[int] | None = None, progress: bool = False) -> pd.DataFrame:
+def by_position(
+    model: Hookable, pairs: Pairs, positions: Sequence[int] | None = None, progress: bool = False
+) -> pd.DataFrame:
     """Denoising of the stream, attention and FFN outputs by layer × position, raw values."""
     metric = logit_difference(pairs.correct, pairs.wrong)
     return patch_sweep(
-        model, pairs.clean, pairs.corrupted, metric, STREAM_SITES, ("layer", "position"), positions=positions, progress=progress
+        model,
+        pairs.clean,
+        pairs.corrupted,
+        metric,
+        STREAM_SITES,
+        ("layer", "position"),
+        positions=positions,
+        progress=progress,
     ).table()
 
 
@@ -91,7 +100,9 @@ def lens(model: Hookable, prompts: Prompts, tokenizer: Any) -> pd.DataFrame:
     )
 
 
-def memory(model: Hookable, prompts: Prompts, layer: int, tokenizer: Any, example: int = 0, n: int = 6) -> dict[str, pd.DataFrame]:
+def memory(
+    model: Hookable, prompts: Prompts, layer: int, tokenizer: Any, example: int = 0, n: int = 6
+) -> dict[str, pd.DataFrame]:
     """The FFN of one layer as a memory on one prompt: its dominant neurons, what each promotes, reads and is set off by."""
     one = prompts.select([example])
     top = ffn_subupdates(model, one.inputs, layer, one.answers, k=n, tokenizer=tokenizer)

@@ -55,7 +55,9 @@ class Section:
 
     def table(self, table: pd.DataFrame, caption: str = "", tokens: Sequence[str] = ()) -> None:
         """A table; `tokens` names the columns that hold token strings, whose spaces are made visible."""
-        columns = [{"name": str(name).replace("_", " "), "style": _style(table[name], name in tokens)} for name in table]
+        columns = [
+            {"name": str(name).replace("_", " "), "style": _style(table[name], name in tokens)} for name in table
+        ]
         rows = [
             [show_token(value) if name in tokens else show(value) for name, value in zip(table, row, strict=True)]
             for row in table.itertuples(index=False)

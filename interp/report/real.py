@@ -18,7 +18,11 @@ from interp.report.show import agreement_table, memory_tables, parameter_words, 
 from interp.tasks.facts import DATA, FactSet, Pairs, Prompts, real_facts, replacement_pairs
 from interp.tokens import labels
 
-RELATION = "capital"
+RELATION, TEMPLATE = (
+    "capital",
+    1,
+)  # patched: "The capital city of {subject} is called", which has words after the subject
+PER_RELATION = 40  # known facts of each relation that are read; more change little and cost minutes
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Known:
     prompts: Prompts
     pairs: Pairs
     recall: pd.DataFrame
+    right: int
 
 
 def section(folder: Path, n_pairs: int, progress: bool) -> Section:
@@ -50,11 +55,11 @@ def section(folder: Path, n_pairs: int, progress: bool) -> Section:
     def read() -> dict[str, pd.DataFrame]:
         agreed = measure.agreement(model, known.prompts)
         layer = int(agreed.loc[agreed["agreement"].idxmax(), "layer"])  # type: ignore[arg-type]
-        chosen = known.prompts.table["prompt"].tolist().index(known.pairs.table["prompt"].iloc[0])
+        relations = known.prompts.table["relation"].tolist()
         return {
             "agreement": agreed,
             "lens": measure.lens(model, known.prompts, tokenizer),
-            **measure.memory(model, known.prompts, layer, tokenizer, example=chosen),
+            **measure.memory(model, known.prompts, layer, tokenizer, example=relations.index(RELATION)),
         }
 
     swept = part(folder, "real_patching", settings, sweep)
@@ -67,19 +72,28 @@ def section(folder: Path, n_pairs: int, progress: bool) -> Section:
 
 
 def choose(tokenizer: Any, n_pairs: int) -> Known:
-    """Facts with rank 0 under their relation's first template, and `n_pairs` pairs of the largest equal-length group."""
+    """Facts the model puts first under their relation's best template, and `n_pairs` pairs of one equal-length group."""
     measured = pd.read_csv(DATA / "real_recall.csv", keep_default_na=False)
-    first = measured[measured["template"] == 0]
-    facts, forms = real_facts().facts, real_facts(templates=1).templates
-    right = first[first["rank"] == 0][["relation", "subject"]]
-    recall = first.groupby("relation", sort=False)["rank"].agg(facts="size", top_1=_top(1), top_5=_top(5)).reset_index()
-    prompts = FactSet(facts.merge(right, on=["relation", "subject"]), forms).prompts(tokenizer, prefix=SMOLLM2_PREFIX)
-    group = measure.largest_group(prompts.select((prompts.table["relation"] == RELATION).to_numpy()))
+    best = measured[measured["template"] == 0]
+    recall = best.groupby("relation", sort=False)["rank"].agg(facts="size", top_1=_top(1), top_5=_top(5)).reset_index()
+    known = _right(measured, 0, real_facts(templates=1), tokenizer)
+    some = known.table.groupby("relation", sort=False).head(PER_RELATION).index.tolist()
+    prompts = known.select(some)
+    asked = real_facts([RELATION], templates=None)
+    patched = FactSet(asked.facts, asked.templates.iloc[[TEMPLATE]].reset_index(drop=True))
+    group = measure.largest_group(_right(measured, TEMPLATE, patched, tokenizer))
     pairs = replacement_pairs(group, seed=0)
-    rows = list(range(min(n_pairs, len(pairs))))
+    rows = pairs.table.sample(frac=1, random_state=0).index.tolist()[:n_pairs]
     pairs = Pairs(pairs.clean.select(rows), pairs.corrupted.select(rows), pairs.correct[rows], pairs.wrong[rows],
                   pairs.table.iloc[rows].reset_index(drop=True))  # fmt: skip
-    return Known(prompts, pairs, recall)
+    return Known(prompts, pairs, recall, len(known))
+
+
+def _right(measured: pd.DataFrame, template: int, facts: FactSet, tokenizer: Any) -> Prompts:
+    """The prompts of the facts whose answer was measured to be the top token under that template."""
+    first = measured[(measured["template"] == template) & (measured["rank"] == 0)][["relation", "subject"]]
+    kept = facts.facts.merge(first, on=["relation", "subject"])
+    return FactSet(kept, facts.templates).prompts(tokenizer, prefix=SMOLLM2_PREFIX)
 
 
 def _top(k: int):
@@ -98,11 +112,12 @@ def _describe_model(page: Section, model: Transformer, known: Known, swept: Part
     )
     page.text(
         "Prompts ask for true facts that ship with interp, with the prefix token <|endoftext|> (id 0) before each; without "
-        "it this model recalls fewer of them. Only facts it answers right are opened up below."
+        "it this model recalls fewer of them. Only facts it answers right are opened up below "
+        f"(at most {PER_RELATION} of a relation)."
     )
-    n, right = int(known.recall["facts"].sum()), len(known.prompts)
+    n = int(known.recall["facts"].sum())
     page.table(known.recall.rename(columns={"top_1": "top-1 share", "top_5": "top-5 share"}),
-               f"Recall of the answer's first token under each relation's best template; {right} of {n} facts are top-1.")  # fmt: skip
+               f"Recall of the answer's first token under each relation's best template; {known.right} of {n} facts are top-1.")  # fmt: skip
     error = float(swept["identity"]["largest_relative_error"].iloc[0])
     page.finding(
         "Components only add to the stream (R1), measured: the last stream differs from the sum of everything written to "

@@ -27,7 +27,8 @@ def peak_words(peaks: pd.DataFrame, axis: str) -> str:
     ]
     n = int(peaks["n"].iloc[0])
     return (
-        "; ".join(parts) + f". (Place chosen on one half of the pairs, effect estimated on the other {n}; 95% bootstrap "
+        "; ".join(parts)
+        + f". (Place chosen on one half of the pairs, effect estimated on the other {n}; 95% bootstrap "
         "interval over pairs of this one model, no correction: descriptive, not a test.)"
     )
 
@@ -53,9 +54,13 @@ def memory_tables(page: Section, probed: Part, layer: int) -> None:
                tokens=["promotes at this sign"])  # fmt: skip
     fired = probed["triggers"]
     best = fired[fired["rank"] == 0][["neuron", "sign", "coefficient", "context"]]
-    page.table(best, "What sets them off: the fact prompt with the largest coefficient of each sign.", tokens=["context"])
+    page.table(
+        best, "What sets them off: the fact prompt with the largest coefficient of each sign.", tokens=["context"]
+    )
     read = _joined(probed["keys"], ["neuron", "reads"])
-    keys = pd.DataFrame([{"neuron": n, "reads": r, "input embeddings most along it": text} for (n, r), text in read.items()])
+    keys = pd.DataFrame(
+        [{"neuron": n, "reads": r, "input embeddings most along it": text} for (n, r), text in read.items()]
+    )
     page.table(keys, "What they read, as far as input embeddings show it.", tokens=["input embeddings most along it"])
 
 

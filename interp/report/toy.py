@@ -112,7 +112,10 @@ def _describe_patching(page: Section, folder: Path, swept: Part, n_one: int, n_a
     by_role = measure.effects(swept["by_role"], ["direction", "site", "layer", "role"])
     order = [role for role in ROLES if role in set(by_role["role"])]
     by_role["role"] = pd.Categorical(by_role["role"], order, ordered=True)
-    for direction, word in (("denoising", "restored by clean values (sufficiency)"), ("noising", "broken by corrupted values (necessity)")):
+    for direction, word in (
+        ("denoising", "restored by clean values (sufficiency)"),
+        ("noising", "broken by corrupted values (necessity)"),
+    ):
         rows = by_role[by_role["direction"] == direction].sort_values("role", kind="stable").astype({"role": str})
         page.figure(
             effect_heatmaps(rows, x="role"), folder / "figures" / f"toy_patching_role_{direction}.png",

@@ -42,7 +42,14 @@ class SweepResult:
             for cell, patched in zip(itertools.product(*self.coordinates[site]), flat, strict=True):
                 where = dict(zip(names, cell, strict=True))
                 rows += [
-                    {"site": site, **where, "example": i, "clean": clean[i], "corrupted": corrupted[i], "patched": value}
+                    {
+                        "site": site,
+                        **where,
+                        "example": i,
+                        "clean": clean[i],
+                        "corrupted": corrupted[i],
+                        "patched": value,
+                    }
                     for i, value in enumerate(patched)
                 ]
         table = pd.DataFrame(rows)

@@ -55,7 +55,9 @@ def patch_sweep(
     _check(model, clean, corrupted, names, by, direction, engine)
     wanted = [site for name in names for site in expand(name, model.sites)]
     runs = {"clean": run(model, clean, record=wanted), "corrupted": run(model, corrupted, record=wanted)}
-    source, base = (runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean")))
+    source, base = (
+        runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean"))
+    )
     baselines = {key: evaluate(metric, one.logits, one.inputs) for key, one in runs.items()}
     grids = {name: _grid(model, name, by, base, positions) for name in names}
     total = sum(len(list(itertools.product(*grid))) for grid in grids.values())
@@ -95,7 +97,9 @@ def _patches(model: Hookable, name: str, cell: dict[str, Any], source: Run, inpu
             yield Replace(site, source, at=tuple(at))
 
 
-def _grid(model: Hookable, name: str, by: Sequence[str], base: Run, positions: Sequence[int] | None) -> tuple[list, ...]:
+def _grid(
+    model: Hookable, name: str, by: Sequence[str], base: Run, positions: Sequence[int] | None
+) -> tuple[list, ...]:
     """The coordinates of each swept axis of one site."""
     found = expand(name, model.sites)
     shape = dict(zip(SITES[name].axes, base.cache[found[0]].shape[1:], strict=True))
@@ -117,7 +121,10 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
     if not torch.equal(*masks):
         rows = (masks[0] != masks[1]).any(1).nonzero()[:, 0].tolist()
         raise SweepError(f"clean and corrupted prompts of pair(s) {rows[:5]} have different lengths or padding")
-    for value, allowed, what in ((direction, ("denoising", "noising"), "direction"), (engine, ("reference",), "engine")):
+    for value, allowed, what in (
+        (direction, ("denoising", "noising"), "direction"),
+        (engine, ("reference",), "engine"),
+    ):
         if value not in allowed:
             raise SweepError(f"{what}={value!r} is not allowed; allowed: {', '.join(map(repr, allowed))}")
     if not by or len(set(by)) != len(by) or not set(by) <= set(AXES) or {"position", "role"} <= set(by):
@@ -128,7 +135,9 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
         for site in expand(name, model.sites):
             for axis in by:
                 if axis != "layer" and not set(_AXIS_OF[axis]) & set(site.spec.axes):
-                    raise SweepError(f"site '{site}' has axes {', '.join(site.spec.axes)}: it cannot be swept by {axis!r}")
+                    raise SweepError(
+                        f"site '{site}' has axes {', '.join(site.spec.axes)}: it cannot be swept by {axis!r}"
+                    )
                 if axis == "layer" and site.layer is None:
                     raise SweepError(f"site '{site}' has no layer: it cannot be swept by 'layer'")
     if "role" in by:

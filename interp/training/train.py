@@ -121,7 +121,9 @@ def train(
     return result
 
 
-def train_step(model: Transformer, optimizer: torch.optim.Optimizer, task: Task, config: TrainConfig, step: int) -> float:
+def train_step(
+    model: Transformer, optimizer: torch.optim.Optimizer, task: Task, config: TrainConfig, step: int
+) -> float:
     """One update; returns the batch's loss in nats per read position. Raises DivergedError."""
     batch = task.batch(step, config.batch_size, config.seed)
     for group in optimizer.param_groups:
@@ -159,7 +161,9 @@ def accuracy(model: Transformer, prompts: HasAnswers, batch_size: int = 2048) ->
 
 def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) with decay on matrices, none on embeddings, norms and biases."""
-    decayed = {name for name, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in name and name != "W_pos"}
+    decayed = {
+        name for name, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in name and name != "W_pos"
+    }
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for name, p in named.items() if name in decayed], "weight_decay": config.weight_decay},
@@ -217,7 +221,9 @@ def _open_folder(folder: Path | None, model, task, config, resume: bool) -> Trai
 
 def _close_folder(folder: Path, result: Trained, task: Task, config: TrainConfig) -> None:
     record.write_table(folder / CURVES, result.curves)
-    about = record.provenance(config=_document(result.model, task, config), seed=config.seed, training_seconds=result.seconds)
+    about = record.provenance(
+        config=_document(result.model, task, config), seed=config.seed, training_seconds=result.seconds
+    )
     record.write_json(folder / "provenance.json", about)
     save(result.model, folder / MODEL, extra={"task": about["config"]["task"]})
     (folder / STATE).unlink(missing_ok=True)

@@ -44,7 +44,9 @@ def test_heads(effects):
 
 
 def test_curves_have_units():
-    curves = pd.DataFrame({"step": [1, 1, 2, 2], "split": ["a", "b"] * 2, "loss": [1.0, 1.0, 0.5, 0.5], "accuracy": [0.1] * 4})
+    curves = pd.DataFrame(
+        {"step": [1, 1, 2, 2], "split": ["a", "b"] * 2, "loss": [1.0, 1.0, 0.5, 0.5], "accuracy": [0.1] * 4}
+    )
     left, right = training_curves(curves).axes
     assert "nats" in left.get_ylabel() and "%" in right.get_ylabel() and left.get_xlabel() == "training step"
     lens = pd.DataFrame({"layer": [0, 1] * 2, "name": ["x"] * 4, "probability": [0.1, 0.9] * 2, "rank": [5, 0] * 2,
@@ -63,4 +65,9 @@ def test_bad_tables_are_refused(effects):
 
 
 def test_printable_labels():
-    assert printable(" the") == "·the" and printable("") == "∅" and printable("\x00") == "�" and len(printable("a" * 40)) == 16
+    assert (
+        printable(" the") == "·the"
+        and printable("") == "∅"
+        and printable("\x00") == "�"
+        and len(printable("a" * 40)) == 16
+    )

@@ -76,7 +76,9 @@ def test_a_killed_process_resumes_from_the_command_line(tmp_path):
     words = [sys.executable, "-m", "interp", "train", "facts", "--n-subjects", "32", "--d-model", "32", "--steps", "400",
              "--batch-size", "64", "--threads", "1"]  # fmt: skip
     subprocess.run([*words, "--folder", str(tmp_path / "whole")], check=True, capture_output=True)
-    process = subprocess.Popen([*words, "--folder", str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*words, "--folder", str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     for _ in range(600):
         if (tmp_path / "cut" / "state.safetensors").exists():
             break
@@ -91,7 +93,12 @@ def test_a_killed_process_resumes_from_the_command_line(tmp_path):
 
 def test_the_folder_holds_everything_and_a_finished_run_is_reused(tmp_path):
     result = train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "curves.parquet", "model", "provenance.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.json",
+        "curves.parquet",
+        "model",
+        "provenance.json",
+    }
     assert_same(result.model, load(tmp_path / "run" / "model"))
     curves = pd.read_parquet(tmp_path / "run" / "curves.parquet")
     assert list(curves["step"].unique()) == [10, 20, 30] and set(curves["split"]) == {"train", "held_out"}
@@ -132,7 +139,9 @@ def test_decay_spares_embeddings_norms_and_biases():
     decayed, spared = make_optimizer(model, CONFIG).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {names[id(p)].split(".")[-2] for p in decayed["params"]} == {"qkv", "out", "up", "down"}
-    assert {"W_pos", "embedding.weight", "unembedding.weight", "final_norm.bias"} <= {names[id(p)] for p in spared["params"]}
+    assert {"W_pos", "embedding.weight", "unembedding.weight", "final_norm.bias"} <= {
+        names[id(p)] for p in spared["params"]
+    }
     assert len(names) == len(decayed["params"]) + len(spared["params"]) and spared["weight_decay"] == 0
 
 
