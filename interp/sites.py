@@ -195,10 +195,15 @@ def model_sites(stack: str | None = None) -> SimpleNamespace:
     )
 
 
-def symbol_table() -> str:
-    """The dictionary as a Markdown table (site, book's symbol, shape, TransformerLens's name, meaning)."""
+def symbol_table(cross: bool = False) -> str:
+    """The dictionary as a Markdown table (site, book's symbol, shape, TransformerLens's name, meaning).
+
+    cross: also the cross-attention sites, which only an encoder-decoder's decoder has.
+    """
     rows = ["| site | book | shape after batch | TransformerLens | what it is |", "|---|---|---|---|---|"]
     for spec in _ALL:
+        if "cross" in spec.name and not cross:
+            continue
         shape = " ".join("1" if axis == "one" else axis for axis in spec.axes)
         tl = f"`{spec.transformer_lens}`" if spec.transformer_lens else ""
         rows.append(f"| `{spec.name}` | {spec.symbol} | {shape} | {tl} | {spec.meaning} |")

@@ -1,0 +1,38 @@
+"""The command line parses, calls, prints, and says what is wrong in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from interp.cli import main
+
+
+def test_train_leaves_a_checkpoint_curves_and_a_figure(tmp_path, capsys):
+    words = ["train", "facts", "--folder", str(tmp_path / "run"), "--n-subjects", "8", "--steps", "4", "--d-model", "16",
+             "--batch-size", "16"]  # fmt: skip
+    main(words)
+    assert {"model", "curves.parquet", "curves.png", "config.json", "provenance.json"} == {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
+    assert "held_out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--resume"):
+        main(words)
+    main([*words, "--resume"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "nonsense", "--folder", "x"], "task 'nonsense' is not allowed; allowed: 'facts'"),
+        (["train", "facts", "--folder", "x", "--n-subjects", "1"], "n_subjects=1"),
+    ],
+)
+def test_errors_are_one_line(words, message):
+    with pytest.raises(SystemExit, match=message):
+        main(words)
+
+
+def test_info_names_versions_and_sites(capsys):
+    main(["info"])
+    out = capsys.readouterr().out
+    assert "torch" in out and "0.attn_out" in out

@@ -1,0 +1,38 @@
+"""The README: short, its program runs, its generated parts are current, its files exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_it_is_short():
+    assert TEXT.count("\n") < 150
+
+
+def test_the_program_of_twelve_lines_runs(capsys):
+    programs = [code for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if code.startswith("import interp")]
+    assert len(programs) == 1
+    lines = [line for line in programs[0].splitlines() if line.strip()]
+    assert len(lines) <= 12
+    exec(compile(programs[0], "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "resid_pre" in printed and "subject_last" in printed
+    assert float(re.findall(r"tensor\((.*?)\)", printed)[-1]) < 0.7, "cutting the edges to the name loses facts"
+
+
+def test_generated_parts_are_current():
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "experiments" / "readme.py")
+    assert spec is not None and spec.loader is not None
+    readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
+    assert readme.filled(TEXT) == TEXT, "run python experiments/readme.py"
+
+
+def test_links_and_images_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("http") or (ROOT / target).exists(), target
