@@ -1,6 +1,6 @@
 """Write the generated parts of README.md: the block and the site table come from the code, so they cannot drift.
 
-    python experiments/readme.py
+python experiments/readme.py
 """
 
 from __future__ import annotations

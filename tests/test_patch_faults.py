@@ -25,7 +25,9 @@ def checks(model, tokens):
     changed[:, 3] = (changed[:, 3] + 5) % 13
     pair = (tokens, changed)
     return {
-        "at": lambda: interventions.test_at_means_what_indexing_means(model, tokens, "0.resid_mid", 2, (slice(None), 2)),
+        "at": lambda: interventions.test_at_means_what_indexing_means(
+            model, tokens, "0.resid_mid", 2, (slice(None), 2)
+        ),
         "from a run": lambda: interventions.test_replace_from_a_run_takes_the_same_site_and_index(model, tokens, other),
         "whole site": lambda: interventions.test_patching_attn_out_equals_adding_the_difference_to_the_stream(
             model, tokens, other
@@ -33,7 +35,9 @@ def checks(model, tokens):
         "mean": lambda: interventions.test_scale_add_mean_noise(model, tokens, other),
         "resample": lambda: interventions.test_resample_gives_every_example_anothers_value(model, tokens),
         "knock-out": lambda: interventions.test_knock_out_cuts_the_edge_and_renormalises(model, tokens),
-        "negative positions": lambda: interventions.test_negative_positions_count_from_the_last_real_token(model, tokens),
+        "negative positions": lambda: interventions.test_negative_positions_count_from_the_last_real_token(
+            model, tokens
+        ),
         "sources unwritten": lambda: interventions.test_the_given_tensor_and_the_source_run_are_never_written(
             model, tokens, other
         ),

@@ -15,7 +15,9 @@ def test_it_is_short():
 
 
 def test_the_program_of_twelve_lines_runs(capsys):
-    programs = [code for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if code.startswith("import interp")]
+    programs = [
+        code for code in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if code.startswith("import interp")
+    ]
     assert len(programs) == 1
     lines = [line for line in programs[0].splitlines() if line.strip()]
     assert len(lines) <= 12

@@ -66,8 +66,8 @@ TWO_CONTINENTS = {"Armenia", "Azerbaijan", "Egypt", "Georgia", "Indonesia", "Kaz
 CITIES, CITIES_PER_COUNTRY = 150, 12
 # The same name is as well known elsewhere, is written in another way in English, or is a district of another city.
 UNUSED_CITIES = {"Birmingham", "Valencia", "Cordoba", "Córdoba", "Hyderabad", "Singapore", "Santiago", "Leon", "León",
-                 "Barcelona", "Guadalajara", "Medina", "Victoria", "San José", "Kuwait City", "Tripoli", "Salvador", "Bao'an", "Minhang",
-                 "Pudong", "Puxi", "Wuzhong", "Yunfu", "Navi Mumbai", "Gazipur", "Bekasi"}  # fmt: skip
+                 "Barcelona", "Guadalajara", "Medina", "Victoria", "San José", "Kuwait City", "Tripoli", "Salvador", "Bao'an",
+                 "Minhang", "Pudong", "Puxi", "Wuzhong", "Yunfu", "Navi Mumbai", "Gazipur", "Bekasi"}  # fmt: skip
 LAST_ELEMENT = 96  # beyond curium, names are rare in text
 
 

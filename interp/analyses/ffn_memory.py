@@ -100,11 +100,11 @@ def ffn_triggers(
         for begin in range(0, inputs.batch, batch_size)
     ]
     act = torch.cat(parts)
-    neurons = _neurons(act.shape[-1], neurons)
-    act = act[..., neurons.to(act.device)]  # [example position neuron]
+    chosen = _neurons(act.shape[-1], neurons)
+    act = act[..., chosen.to(act.device)]  # [example position neuron]
     real = torch.ones_like(inputs.tokens, dtype=torch.bool) if inputs.mask is None else inputs.mask
     signs = (1,) if getattr(model.config, "ffn", None) == "relu" else (1, -1)
-    frames = [_extremes(sign, act, real, inputs.tokens, neurons, layer, k, tokenizer) for sign in signs]
+    frames = [_extremes(sign, act, real, inputs.tokens, chosen, layer, k, tokenizer) for sign in signs]
     return pd.concat(frames, ignore_index=True).sort_values(
         ["neuron", "sign", "rank"], ascending=[True, False, True], ignore_index=True
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from interp.model.config import ModelConfig
 from interp.model.inputs import Edges, KVCache
+from interp.model.layers import linear
 from interp.model.norms import RMSNorm
 from interp.model.positions import rotate
 from interp.model.tap import NO_TAP, Tap
@@ -27,8 +27,8 @@ class Attention(nn.Module):
         self.config, self.layer, self.sites = config, layer, layer_sites(layer, stack)
         self.sizes = [config.n_heads, config.kv_heads, config.kv_heads]
         width = config.head_size
-        self.qkv = skip_init(nn.Linear, config.d_model, sum(self.sizes) * width, bias="qkv" in config.biases)
-        self.out = skip_init(nn.Linear, config.n_heads * width, config.d_model, bias="attn_out" in config.biases)
+        self.qkv = linear(config.d_model, sum(self.sizes) * width, bias="qkv" in config.biases)
+        self.out = linear(config.n_heads * width, config.d_model, bias="attn_out" in config.biases)
         self.q_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else None
 
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, tap: Tap, edges: Edges) -> Tensor:
         """Attention with its scores and pattern spelled out [batch head query key]."""
-        scale = self.config.attention_scale
+        scale = self.config.attention_scale or 0.0  # resolved by the config, never 0
         mask = edges.dense(q.shape[1], k.shape[1], q.device)
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) if x.shape[2] != q.shape[2] else x for x in (k, v))
         scores = torch.matmul(q.transpose(1, 2) * scale, k.permute(0, 2, 3, 1))

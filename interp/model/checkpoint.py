@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -45,7 +44,7 @@ def save(model: Transformer, folder: str | Path, extra: dict[str, Any] | None = 
         save_file(weights, temporary / "weights.safetensors")
         (temporary / "weights.safetensors").chmod(0o644)
         temporary.chmod(0o755)
-        os.rename(temporary, folder)
+        temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from interp.model.config import ModelConfig
+from interp.model.layers import linear
 from interp.model.tap import Tap
 from interp.sites import layer_sites
 
@@ -44,10 +44,10 @@ class FeedForward(nn.Module):
         self.config, self.sites = config, layer_sites(layer, stack)
         bias = "ffn" in config.biases
         if config.gated:
-            self.gate_up = skip_init(nn.Linear, config.d_model, 2 * config.ffn_size, bias=bias)
+            self.gate_up = linear(config.d_model, 2 * config.ffn_size, bias=bias)
         else:
-            self.up = skip_init(nn.Linear, config.d_model, config.ffn_size, bias=bias)
-        self.down = skip_init(nn.Linear, config.ffn_size, config.d_model, bias=bias)
+            self.up = linear(config.d_model, config.ffn_size, bias=bias)
+        self.down = linear(config.ffn_size, config.d_model, bias=bias)
         self.beta = nn.Parameter(torch.tensor(1.0)) if config.swish_beta == "learned" else config.swish_beta
 
     def forward(self, t4: Tensor, tap: Tap) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from interp.model.block import Blocks
 from interp.model.config import ConfigError, ModelConfig
 from interp.model.inputs import Inputs, InputsError, KVCache, as_inputs, position_ids
+from interp.model.layers import embedding, linear
 from interp.model.layout import ordered_sites
 from interp.model.norms import make_norm
 from interp.model.positions import sinusoidal
@@ -41,17 +41,15 @@ class Transformer(nn.Module):
                               "'encoder', 'prefix-decoder'")  # fmt: skip
         self.config, self.site_names = config, model_sites()
         self.sites: tuple[Site, ...] = ordered_sites(config)
-        self.embedding = skip_init(nn.Embedding, config.vocab, config.d_model)
+        self.embedding = embedding(config.vocab, config.d_model)
         self.W_pos = nn.Parameter(torch.empty(config.n_ctx, config.d_model)) if config.positions == "learned" else None
-        self.segment_embedding = (
-            skip_init(nn.Embedding, config.n_segments, config.d_model) if config.n_segments else None
-        )
+        self.segment_embedding = embedding(config.n_segments, config.d_model) if config.n_segments else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.blocks = Blocks(config)
         s = self.site_names
         self.final_norm = make_norm(config, s.final_scale, s.final_hat) if config.final_norm else None
         untied = config.head and not config.tied_embeddings
-        self.unembedding = skip_init(nn.Linear, config.d_model, config.vocab, bias=False) if untied else None
+        self.unembedding = linear(config.d_model, config.vocab, bias=False) if untied else None
         self.b_U = nn.Parameter(torch.zeros(config.vocab)) if "unembed" in config.biases else None
         if seed is not None:  # None: the caller fills the weights
             self.reset(seed)

@@ -80,7 +80,7 @@ def peaks(table: pd.DataFrame, cell: Sequence[str], draws: int = 2000, seed: int
     rng, rows = np.random.default_rng(seed), []
     even = table["example"] % 2 == 0
     for site, found in effects(table[even], ["site", *cell]).groupby("site", sort=False):
-        best = found.loc[found["effect"].abs().idxmax()]
+        best = found.iloc[int(found["effect"].abs().to_numpy().argmax())]
         same = (table["site"] == site) & ~even
         for name in cell:
             same &= table[name] == best[name]

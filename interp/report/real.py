@@ -117,7 +117,8 @@ def _describe_model(page: Section, model: Transformer, known: Known, swept: Part
     )
     n = int(known.recall["facts"].sum())
     page.table(known.recall.rename(columns={"top_1": "top-1 share", "top_5": "top-5 share"}),
-               f"Recall of the answer's first token under each relation's best template; {known.right} of {n} facts are top-1.")  # fmt: skip
+               "Recall of the answer's first token under each relation's best template; "
+               f"{known.right} of {n} facts are top-1.")  # fmt: skip
     error = float(swept["identity"]["largest_relative_error"].iloc[0])
     page.finding(
         "Components only add to the stream (R1), measured: the last stream differs from the sum of everything written to "

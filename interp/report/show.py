@@ -44,11 +44,11 @@ def memory_tables(page: Section, probed: Part, layer: int) -> None:
     )
     written = _joined(probed["values"], ["neuron", "sign"])
     rows = []
-    for row in top.itertuples():
-        sign = 1 if row.coefficient >= 0 else -1
+    for row in top.to_dict("records"):
+        sign = 1 if row["coefficient"] >= 0 else -1
         rows.append({
-            "neuron": row.neuron, "coefficient": row.coefficient, "share of Σ": row.share,
-            "logit of the answer": row.target_logit, "promotes at this sign": written.get((row.neuron, sign), ""),
+            "neuron": row["neuron"], "coefficient": row["coefficient"], "share of Σ": row["share"],
+            "logit of the answer": row["target_logit"], "promotes at this sign": written.get((row["neuron"], sign), ""),
         })  # fmt: skip
     page.table(pd.DataFrame(rows), "What they write (tokens in order of promotion; logits before the final norm's scale).",
                tokens=["promotes at this sign"])  # fmt: skip
@@ -76,7 +76,7 @@ def agreement_table(page: Section, table: pd.DataFrame, layers: list[int] | None
         shown, "Key-value agreement (Geva 2021): share of neurons whose value promotes most the answer of the fact prompt that "
         "excites them most, against 1,000 permutations of values among a layer's neurons. Unit: neuron; uncorrected.",
     )  # fmt: skip
-    best = table.loc[table["agreement"].idxmax()]
+    best = table.iloc[int(table["agreement"].to_numpy().argmax())]
     page.finding(
         f"Agreement is highest in layer {int(best['layer'])} for sign {int(best['sign']):+d}: {100 * best['agreement']:.1f}% of "
         f"{int(best['n'])} neurons, against {100 * best['null_mean']:.1f}% when values are permuted (97.5th percentile "

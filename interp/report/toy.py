@@ -65,7 +65,7 @@ def _head(pairs: Pairs) -> Pairs:
 
 def _describe_training(page: Section, folder: Path, task: ToyFacts, trained: Trained, swept: Part) -> None:
     model = trained.model
-    last = trained.curves.groupby("split", sort=False).last()
+    last = {row["split"]: row for row in trained.curves.groupby("split").tail(1).to_dict("records")}
     page.text(
         f"{task.n_subjects} made-up people have four facts each (home, job, dish, sport; 32 values a relation, "
         f"{4 * task.n_subjects:,} facts, {20 * task.n_subjects / 1000:.1f} kbit). A person is two name tokens that "
@@ -83,9 +83,9 @@ def _describe_training(page: Section, folder: Path, task: ToyFacts, trained: Tra
         "Training of the toy model: loss of each evaluated step's batch, and the share of prompts whose top token is the answer.",
     )  # fmt: skip
     page.finding(
-        f"After {int(last['step'].iloc[0])} steps ({trained.seconds:.0f} s of training) it recalls "
-        f"{100 * last.loc['train', 'accuracy']:.2f}% of {last.loc['train', 'n']:,} training prompts and "
-        f"{100 * last.loc['held_out', 'accuracy']:.2f}% of {last.loc['held_out', 'n']:,} held-out-template prompts."
+        f"After {int(last['train']['step'])} steps ({trained.seconds:.0f} s of training) it recalls "
+        f"{100 * last['train']['accuracy']:.2f}% of {last['train']['n']:,} training prompts and "
+        f"{100 * last['held_out']['accuracy']:.2f}% of {last['held_out']['n']:,} held-out-template prompts."
     )
     error = float(swept["identity"]["largest_relative_error"].iloc[0])
     page.finding(

@@ -18,7 +18,7 @@ from torch import Tensor
 from interp.model.inputs import Inputs
 from interp.tokens import Tokenizer, as_tokenizer, pad
 
-ROLES = ("subject", "subject_last", "relation", "final")
+ROLES: tuple[str, ...] = ("subject", "subject_last", "relation", "final")
 DATA = Path(__file__).parent.parent / "data"
 
 
@@ -103,7 +103,7 @@ class FactSet:
             texts.append(str(row.text).format(subject=row.subject))
         if not rows:
             raise FactsError("no facts, no prompts")
-        roles = dict(zip(ROLES, torch.tensor(places).T, strict=True))
+        roles: dict[str, Tensor] = dict(zip(ROLES, torch.tensor(places).T, strict=True))
         padded = pad(rows)
         table = joined.drop(columns=["text"]).assign(prompt=texts)
         return Prompts(Inputs(padded.tokens, mask=padded.mask, roles=roles), torch.tensor(answers), table)

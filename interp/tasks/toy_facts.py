@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -207,7 +208,7 @@ class ToyFacts:
     def vocabulary(self) -> Vocabulary:
         """All words of the task, the same for every n_subjects and seed."""
         frame = [word for word in " ".join(TEMPLATES).split() if word not in ("{subject}", "RELATION")]
-        return Vocabulary([*FIRST, *LAST, *VALUES, *sum(VALUES.values(), []), *dict.fromkeys(frame)])
+        return Vocabulary([*FIRST, *LAST, *VALUES, *chain(*VALUES.values()), *dict.fromkeys(frame)])
 
     @cached_property
     def facts(self) -> FactSet:
@@ -229,9 +230,13 @@ class ToyFacts:
         """Every fact in every template."""
         return self.facts.prompts(self.vocabulary)
 
-    @cached_property
+    @property
     def splits(self) -> Mapping[str, Prompts]:
         """`train`: three templates of each fact; `held_out`: the fourth."""
+        return self._splits
+
+    @cached_property
+    def _splits(self) -> dict[str, Prompts]:
         out = (self.prompts.table["held_out"] == self.prompts.table["template"]).to_numpy()
         return {"train": self.prompts.select(~out), "held_out": self.prompts.select(out)}
 

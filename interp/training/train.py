@@ -39,8 +39,15 @@ class TrainingFolderError(RuntimeError):
 class HasAnswers(Protocol):
     """Prompts with one right answer each: inputs, answers [batch], length."""
 
-    inputs: Inputs
-    answers: Tensor
+    @property
+    def inputs(self) -> Inputs:
+        """The prompts."""
+        ...
+
+    @property
+    def answers(self) -> Tensor:
+        """The right next token of each [batch]."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -48,7 +55,10 @@ class HasAnswers(Protocol):
 class Task(Protocol):
     """What the loop needs of a task. `batch` is a function of (step, size, seed) alone, so resuming needs no state."""
 
-    name: Any
+    @property
+    def name(self) -> str:
+        """What the progress bar and the folder call it."""
+        ...
 
     @property
     def splits(self) -> Mapping[str, HasAnswers]:
@@ -112,7 +122,8 @@ def train(
         done = step + 1
         if done % config.evaluate_every == 0 or done == config.steps:
             rows += _evaluate(model, task, done, loss, config.rate(step), time.perf_counter() - began)
-            bar.set_postfix(loss=f"{loss:.3f}", **{row["split"]: f"{row['accuracy']:.3f}" for row in rows[-2:]})
+            shown = {row["split"]: f"{row['accuracy']:.3f}" for row in rows if row["step"] == done}
+            bar.set_postfix({"loss": f"{loss:.3f}", **shown})
         if folder is not None and done % config.checkpoint_every == 0 and done < config.steps:
             write_state(folder / STATE, model, optimizer, done, rows, time.perf_counter() - began)
     result = _result(model.eval(), task, rows)

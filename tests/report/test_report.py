@@ -70,7 +70,7 @@ def test_a_fingerprint_changes_with_any_weight(shipped):
 def pairs(shipped):
     _, task = shipped
     held_out = task.splits["held_out"]
-    return replacement_pairs(held_out.select(range(0, 60)))
+    return replacement_pairs(held_out.select(range(60)))
 
 
 def test_effects_agree_with_the_sweeps_own(shipped, pairs):

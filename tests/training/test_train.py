@@ -167,5 +167,5 @@ def test_schedule():
     assert [round(cosine.rate(step), 3) for step in (0, 9, 10, 55)] == [0.1, 1.0, 1.0, 0.5] and cosine.rate(99) < 0.001
     assert replace(cosine, schedule="linear").rate(55) == 0.5 and replace(cosine, schedule="constant").rate(99) == 1.0
     for bad in ({"steps": 0}, {"learning_rate": 0.0}, {"warmup": 1.0}, {"schedule": "step"}):
-        with pytest.raises(ValueError, match="allowed|above 0"):
+        with pytest.raises(ValueError, match=r"allowed|above 0"):
             TrainConfig(**bad)
