@@ -19,11 +19,11 @@ TARGET = Path(__file__).parents[2] / "interp" / "data" / "real_facts.csv"
 
 # Not countries of today, or their status is disputed.
 NOT_COUNTRIES = {"Hong Kong", "Palestine", "Puerto Rico", "Serbia and Montenegro", "Taiwan"}
-# The package's name is outdated, or the name takes an article that would change the templates.
+# The name is outdated, takes an article that would change the templates, or means another place too.
 UNUSED_NAMES = {
     "Republic of Macedonia", "Swaziland", "Central African Republic", "Czech Republic", "Democratic Republic of the Congo",
     "Dominican Republic", "Netherlands", "Philippines", "Republic of the Congo", "The Gambia", "United Arab Emirates",
-    "United Kingdom", "United States",
+    "United Kingdom", "United States", "Georgia",
 }  # fmt: skip
 WRONG_CAPITAL = {
     "Benin": "seat of government is Cotonou", "Bolivia": "two capitals", "Burundi": "Gitega since 2019",
@@ -67,7 +67,8 @@ CITIES, CITIES_PER_COUNTRY = 150, 12
 # The same name is as well known elsewhere, is written in another way in English, or is a district of another city.
 UNUSED_CITIES = {"Birmingham", "Valencia", "Cordoba", "Córdoba", "Hyderabad", "Singapore", "Santiago", "Leon", "León",
                  "Barcelona", "Guadalajara", "Medina", "Victoria", "San José", "Kuwait City", "Tripoli", "Salvador", "Bao'an",
-                 "Minhang", "Pudong", "Puxi", "Wuzhong", "Yunfu", "Navi Mumbai", "Gazipur", "Bekasi"}  # fmt: skip
+                 "Minhang", "Pudong", "Puxi", "Wuzhong", "Yunfu", "Navi Mumbai", "Gazipur", "Bekasi", "Camayenne",
+                 "Iztapalapa", "Soweto", "Kakamega"}  # fmt: skip
 LAST_ELEMENT = 96  # beyond curium, names are rare in text
 
 

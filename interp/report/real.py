@@ -10,11 +10,11 @@ import pandas as pd
 
 from interp.bridges import SMOLLM2_PREFIX, smollm2
 from interp.model.transformer import Transformer
-from interp.plots import effect_heatmaps, head_heatmap, lens_curves
+from interp.plots import effect_heatmaps, head_heatmap
 from interp.report import measure
 from interp.report.page import Section
 from interp.report.parts import Part, fingerprint, part
-from interp.report.show import agreement_table, memory_tables, parameter_words, peak_words
+from interp.report.show import agreement_table, lens_figure, memory_tables, parameter_words, peak_words
 from interp.tasks.facts import DATA, FactSet, Pairs, Prompts, real_facts, replacement_pairs
 from interp.tokens import labels
 
@@ -154,13 +154,7 @@ def _describe_patching(page: Section, folder: Path, known: Known, swept: Part, t
 
 def _describe_reading(page: Section, folder: Path, known: Known, probed: Part) -> None:
     page.heading("Logit lens")
-    lens = probed["lens"]
-    page.figure(
-        lens_curves(lens.assign(name=lens["role"].str.replace("_", " "))), folder / "figures" / "real_lens.png",
-        f"Every block's output read by the final norm and head, {len(known.prompts)} known facts, at the subject's last "
-        "token and at the final position.",
-    )  # fmt: skip
-    final = lens[lens["role"] == "final"]
+    final = lens_figure(page, folder / "figures" / "real_lens.png", probed["lens"], "known facts")
     share = final.groupby("layer")["rank"].apply(lambda rank: (rank == 0).mean())
     half = int(share[share >= 0.5].index.min())
     page.finding(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
 
+from interp.plots import lens_curves
 from interp.report.page import Section, show_token
 from interp.report.parts import Part
 
@@ -31,6 +34,17 @@ def peak_words(peaks: pd.DataFrame, axis: str) -> str:
         + f". (Place chosen on one half of the pairs, effect estimated on the other {n}; 95% bootstrap "
         "interval over pairs of this one model, no correction: descriptive, not a test.)"
     )
+
+
+def lens_figure(page: Section, path: Path, lens: pd.DataFrame, what: str) -> pd.DataFrame:
+    """The lens over depth at both roles, on `what` prompts; returns the rows of the final position."""
+    final = lens[lens["role"] == "final"]
+    page.figure(
+        lens_curves(lens.assign(name=lens["role"].str.replace("_", " "))), path,
+        f"Every block's output read by the final norm and head, {final['example'].nunique():,} {what}, at the subject's last "
+        "token and at the final position.",
+    )  # fmt: skip
+    return final
 
 
 def memory_tables(page: Section, probed: Part, layer: int) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from interp.plots import effect_heatmaps, head_heatmap, lens_curves, training_curves
+from interp.plots import effect_heatmaps, head_heatmap, training_curves
 from interp.report import measure
 from interp.report.page import Section
 from interp.report.parts import Part, fingerprint, part
-from interp.report.show import agreement_table, memory_tables, parameter_words, peak_words
+from interp.report.show import agreement_table, lens_figure, memory_tables, parameter_words, peak_words
 from interp.tasks.facts import ROLES, Pairs, replacement_pairs
 from interp.tasks.toy_facts import ToyFacts
 from interp.training import Trained, train
@@ -132,13 +132,7 @@ def _describe_patching(page: Section, folder: Path, swept: Part, n_one: int, n_a
 
 def _describe_reading(page: Section, folder: Path, probed: Part, trained: Trained) -> None:
     page.heading("Logit lens: from which layer on does the stream say the answer?")
-    lens = probed["lens"]
-    final = lens[lens["role"] == "final"]
-    page.figure(
-        lens_curves(lens.assign(name=lens["role"].str.replace("_", " "))), folder / "figures" / "toy_lens.png",
-        f"Every block's output read by the final norm and head, {final['example'].nunique():,} held-out prompts, at the "
-        "subject's last token and at the final position.",
-    )  # fmt: skip
+    final = lens_figure(page, folder / "figures" / "toy_lens.png", probed["lens"], "held-out prompts")
     by_layer = final.groupby("layer")["rank"].apply(lambda rank: (rank == 0).mean())
     page.finding(
         "At the final position the answer is the lens's top token for "
