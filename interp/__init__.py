@@ -20,7 +20,7 @@ from interp.training import TrainConfig, train
 
 if TYPE_CHECKING:
     from interp.bridges import from_huggingface, smollm2
-    from interp.shipped import shipped
+    from interp.tasks.shipped import shipped
 
 # Loaded on first use: they import transformers or matplotlib, or read files.
 _LAZY = {
@@ -30,7 +30,7 @@ _LAZY = {
     "plots": None,
     "tasks": None,
     "analyses": None,
-    "shipped": "interp.shipped",
+    "shipped": "interp.tasks.shipped",
 }
 
 __all__ = [

@@ -106,8 +106,8 @@ interp.ffn_values(model, 1, neurons[:2], k=5, tokenizer=words)[["neuron", "rank"
 
 # %% [markdown]
 # ## Change something yourself
-# Cut the attention edges from the last position to the person's two names in layer 0, and the answer is gone: the heads of
-# layer 0 carry the name to where the answer is formed.
+# Cut the attention edges from the last position to the person's two names in layer 0, and most answers are lost: in this
+# model, heads of layer 0 carry the name to where the answer is formed.
 
 # %%
 cut = interp.KnockOut("0.scores", at=(slice(None), 5, [0, 1]))

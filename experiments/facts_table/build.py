@@ -26,6 +26,7 @@ UNUSED_NAMES = {
     "United Kingdom", "United States", "Georgia",
 }  # fmt: skip
 WRONG_CAPITAL = {
+    "Guinea-Bissau": "repeats the subject", "Yemen": "the recognised government sits in Aden",
     "Benin": "seat of government is Cotonou", "Bolivia": "two capitals", "Burundi": "Gitega since 2019",
     "Equatorial Guinea": "moving to Ciudad de la Paz", "Indonesia": "moving to Nusantara", "Israel": "disputed",
     "Ivory Coast": "seat of government is Abidjan", "Kazakhstan": "Astana again since 2022", "South Africa": "three capitals",
@@ -43,6 +44,8 @@ LANGUAGES = {
     "th": "Thai", "tr": "Turkish", "uk": "Ukrainian", "vi": "Vietnamese",
 }  # fmt: skip
 WRONG_LANGUAGE = {
+    "Australia": "by custom, not by law", "Mexico": "by custom, not by law", "Chile": "by custom, not by law",
+    "Mauritius": "by custom, not by law", "Peru": "Quechua and Aymara are co-official",
     "Algeria": "Tamazight is official too", "Morocco": "Tamazight is official too", "East Timor": "Tetum is official too",
     "Ethiopia": "five working languages since 2020", "Mali": "French is not official since 2023",
     "Niger": "French is not official since 2025", "Papua New Guinea": "four official languages",

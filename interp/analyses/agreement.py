@@ -42,7 +42,7 @@ def key_value_agreement(
             fires = strongest > 0
             expected = answers[example[fires]].cpu()
             promoted = (sign * written).argmax(-1)[fires].cpu()
-            observed = float((promoted == expected).double().mean())
+            observed = float((promoted == expected).double().mean())  # NaN when no neuron fires with this sign
             null = torch.stack([
                 (promoted[torch.randperm(len(promoted), generator=generator)] == expected).double().mean()
                 for _ in range(permutations)

@@ -60,7 +60,8 @@ class Attention(nn.Module):
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, tap: Tap, edges: Edges) -> Tensor:
         """Attention with its scores and pattern spelled out [batch head query key]."""
-        scale = self.config.attention_scale or 0.0  # resolved by the config, never 0
+        scale = self.config.attention_scale
+        assert scale is not None  # the config resolves it
         mask = edges.dense(q.shape[1], k.shape[1], q.device)
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) if x.shape[2] != q.shape[2] else x for x in (k, v))
         scores = torch.matmul(q.transpose(1, 2) * scale, k.permute(0, 2, 3, 1))

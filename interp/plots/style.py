@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +26,19 @@ class PlotError(ValueError):
     """A table that lacks what the figure shows."""
 
 
+class NotebookFigure(Figure):
+    """A matplotlib figure that shows itself as the last value of a notebook cell, without pyplot's global state."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
 def new_figure(columns: int, width: float, height: float, **options) -> tuple[Figure, list[Axes]]:
     """A figure of `columns` panels, each width × height inches, that no pyplot state knows of."""
     with matplotlib.rc_context(STYLE):  # never the caller's global settings
-        figure = Figure(figsize=(columns * width, height), layout="constrained")
+        figure = NotebookFigure(figsize=(columns * width, height), layout="constrained")
         axes = figure.subplots(1, columns, squeeze=False, **options)[0]
     return figure, list(axes)
 

@@ -80,7 +80,7 @@ def peaks(table: pd.DataFrame, cell: Sequence[str], draws: int = 2000, seed: int
     rng, rows = np.random.default_rng(seed), []
     even = table["example"] % 2 == 0
     for site, found in effects(table[even], ["site", *cell]).groupby("site", sort=False):
-        best = found.iloc[int(found["effect"].abs().to_numpy().argmax())]
+        best = found.iloc[int(found["effect"].abs().argmax())]
         same = (table["site"] == site) & ~even
         for name in cell:
             same &= table[name] == best[name]
@@ -136,7 +136,7 @@ def agreement(model: Hookable, prompts: Prompts) -> pd.DataFrame:
 
 def largest_group(prompts: Prompts) -> Prompts:
     """The prompts of one relation and template with equal length and role positions that are most numerous."""
-    roles = {name: role.numpy() for name, role in prompts.inputs.roles.items()}
+    roles = {f"at_{name}": role.numpy() for name, role in prompts.inputs.roles.items()}
     keys = pd.DataFrame({"relation": prompts.table["relation"], "template": prompts.table["template"],
                          "length": prompts.inputs.last().numpy(), **roles})  # fmt: skip
     group = keys.groupby(list(keys.columns), sort=False).ngroup()

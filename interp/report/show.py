@@ -90,7 +90,7 @@ def agreement_table(page: Section, table: pd.DataFrame, layers: list[int] | None
         shown, "Key-value agreement (Geva 2021): share of neurons whose value promotes most the answer of the fact prompt that "
         "excites them most, against 1,000 permutations of values among a layer's neurons. Unit: neuron; uncorrected.",
     )  # fmt: skip
-    best = table.iloc[int(table["agreement"].to_numpy().argmax())]
+    best = table.iloc[int(table["agreement"].argmax())]
     page.finding(
         f"Agreement is highest in layer {int(best['layer'])} for sign {int(best['sign']):+d}: {100 * best['agreement']:.1f}% of "
         f"{int(best['n'])} neurons, against {100 * best['null_mean']:.1f}% when values are permuted (97.5th percentile "

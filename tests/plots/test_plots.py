@@ -71,3 +71,12 @@ def test_printable_labels():
         and printable("\x00") == "�"
         and len(printable("a" * 40)) == 16
     )
+
+
+def test_a_figure_shows_itself_in_a_notebook_and_leaves_pyplot_alone(effects):
+    import matplotlib.pyplot as plt
+
+    before = dict(plt.rcParams)
+    figure = effect_heatmaps(effects)
+    assert figure._repr_png_().startswith(b"\x89PNG") and not plt.get_fignums()
+    assert dict(plt.rcParams) == before, "the caller's settings are the caller's"

@@ -8,7 +8,7 @@ from interp.model.checkpoint import load, read_document
 from interp.model.transformer import Transformer
 from interp.tasks.toy_facts import ToyFacts
 
-FOLDER = Path(__file__).parent / "data" / "facts_512"
+FOLDER = Path(__file__).parent.parent / "data" / "facts_512"
 
 
 def shipped() -> tuple[Transformer, ToyFacts]:
