@@ -70,6 +70,9 @@ def _entry(site: Site, axis: str, size: int, entry: Any, inputs: Inputs) -> Any:
     """One axis's index as int, slice, list of ints, or per-example tensor [batch]; checked against the axis's size."""
     what = f"{axis} of '{site}'"
     if isinstance(entry, slice):
+        if axis in POSITION_AXES and inputs.mask is not None and min(entry.start or 0, entry.stop or 0) < 0:
+            raise SelectionError(f"{what}: {entry} counts from the end, which padding moves; give positions from the start, "
+                                 "an int such as -1, an int tensor [batch] or a role")  # fmt: skip
         if len(range(*entry.indices(size))) == 0:
             raise SelectionError(f"{what}: {entry} selects nothing of 0 … {size - 1}")
         return entry
@@ -78,10 +81,16 @@ def _entry(site: Site, axis: str, size: int, entry: Any, inputs: Inputs) -> Any:
     if isinstance(entry, list):
         if not entry:
             raise SelectionError(f"{what}: an empty list selects nothing; allowed: 0 … {size - 1}")
-        checked = [_entry(site, axis, size, one, inputs) for one in entry]
-        if not all(isinstance(one, int) for one in checked):
-            raise SelectionError(f"{what}: a list may hold non-negative ints only, got {entry!r}")
-        return checked
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in entry):
+            raise SelectionError(f"{what}: a list may hold ints only, got {entry!r}")
+        padded = axis in POSITION_AXES and inputs.mask is not None
+        if padded and min(entry) < 0:
+            raise SelectionError(
+                f"{what}: {entry!r} counts from the end, which padding moves; a list may hold ints from 0"
+            )
+        for one in entry if padded else ():
+            positions(inputs, one, what)  # in range, and a real token of every example
+        return entry if padded else [_entry(site, axis, size, one, inputs) for one in entry]
     if axis in POSITION_AXES and (
         isinstance(entry, str | Tensor) or _negative(entry) or _may_be_padding(entry, inputs)
     ):

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(
             "interrupted; what had finished is kept" + (" (--resume goes on)" if isinstance(command, Train) else "")
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, AssertionError, LookupError) as error:
         sys.exit(f"interp: {error}")
 
 
@@ -92,7 +92,7 @@ def _train(command: Train) -> None:
     last = result.curves.groupby("split", sort=False).last()
     for split, row in last.iterrows():
         print(
-            f"{split}: {100 * row['accuracy']:.2f}% of {row['n']} prompts (wanted {100 * task.success[str(split)]:.1f}%)"
+            f"{split}: {100 * row['accuracy']:.2f}% of {int(row['n'])} prompts (wanted {100 * task.success[str(split)]:.1f}%)"
         )
     print(f"{'learned' if result.success else 'NOT learned'} in {result.seconds:.0f} s; {command.folder}/model")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interp.hookable import require_head
 from interp.model.inputs import Inputs, InputsError, KVCache
 from interp.model.transformer import Transformer
 from interp.run import prepare
@@ -37,6 +38,7 @@ def generate(
     produced a `stop` token repeats it; generation ends when all have. Prompts of different length: pad with a mask.
     The same tokens with and without the cache. Raises InputsError (too long, bad ids, bad options).
     """
+    require_head(model)
     inputs = prepare(model, inputs, tokenizer, prefix)
     _check_options(model, inputs, max_new, temperature, top_k, top_p)
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +55,7 @@ def generate(
         if bool(done.all()):
             break
         inputs = _append(inputs, token)
-        step = inputs if cache is None else Inputs(token[:, None])
+        step = inputs if cache is None else Inputs(token[:, None], prefix_length=inputs.prefix_length)
     return torch.stack(new, 1)
 
 

@@ -42,6 +42,12 @@ class Hookable(Protocol):
         ...
 
 
+def require_head(model: Hookable) -> None:
+    """UnsupportedModelError when the model has no unembedding, so that its output would not be logits."""
+    if model.weight("W_U") is None:
+        raise UnsupportedModelError("this needs logits, and the model has no unembedding (head=False)")
+
+
 def require_weight(model: Hookable, kind: str, layer: int | None = None) -> Tensor:
     """The weight, or UnsupportedModelError naming what the model lacks."""
     found = model.weight(kind, layer)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from interp.at import select
+from interp.at import POSITION_AXES, select
 from interp.model.inputs import Inputs
 from interp.sites import Site
 
@@ -121,6 +121,10 @@ class Mean(Intervention):
     reference: Any
     at: Any = ()
 
+    def apply(self, value: Tensor, inputs: Inputs) -> Tensor:
+        _refuse_padding(self, self.at, inputs)
+        return super().apply(value, inputs)
+
     def edited(self, chosen: Tensor, value: Tensor, index: tuple[Any, ...]) -> Any:
         return _from(self.reference, self.place, value)[index].mean(0, keepdim=True)
 
@@ -135,6 +139,10 @@ class Resample(Intervention):
     seed: int = 0
     reference: HasCache | None = None
     at: Any = ()
+
+    def apply(self, value: Tensor, inputs: Inputs) -> Tensor:
+        _refuse_padding(self, self.at, inputs)
+        return super().apply(value, inputs)
 
     def edited(self, chosen: Tensor, value: Tensor, index: tuple[Any, ...]) -> Any:
         source = chosen if self.reference is None else _from(self.reference, self.place, value)[index]
@@ -188,6 +196,18 @@ class Project(Intervention):
         q = torch.linalg.qr(basis.double().T).Q.to(chosen)
         inside = chosen @ q @ q.T
         return inside if self.keep else chosen - inside
+
+
+def _refuse_padding(change: Intervention, at: Any, inputs: Inputs) -> None:
+    """Averages and exchanges over examples would take padding for values; positions or roles pick real tokens."""
+    entries = at if isinstance(at, tuple) else (at,)
+    covered = [entries[i] if i < len(entries) else slice(None) for i, axis in enumerate(change.place.spec.axes)
+               if axis in POSITION_AXES]  # fmt: skip
+    if inputs.mask is None or not any(isinstance(entry, slice) for entry in covered):
+        return
+    if not bool(inputs.mask.all()):
+        raise InterventionError(f"{type(change).__name__} at '{change.site}' with at={at!r} would read padding; choose positions "
+                                "or roles that are real tokens in every example")  # fmt: skip
 
 
 def derangement(n: int, seed: int) -> Tensor:

@@ -51,12 +51,17 @@ class Metric:
 
 def evaluate(metric: Metric | Callable[[Tensor], Tensor], logits: Tensor, inputs: Inputs) -> Tensor:
     """The metric of each example [batch]. A plain function is given the full logits. Raises MetricError."""
-    value = metric(metric.read(logits, inputs)) if isinstance(metric, Metric) else metric(logits)
+    value = metric(wide(metric.read(logits, inputs))) if isinstance(metric, Metric) else metric(logits)
     name = getattr(metric, "name", getattr(metric, "__name__", "metric"))
     if not isinstance(value, Tensor) or tuple(value.shape) != (inputs.batch,) or not value.dtype.is_floating_point:
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise MetricError(f"metric {name!r} must return floats of shape [batch] = ({inputs.batch},), got {got}")
     return value
+
+
+def wide(logits: Tensor) -> Tensor:
+    """16-bit logits in float32, so that softmax, differences and ranks are not rounded again; others as they are."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def logit_difference(correct: Any, wrong: Any, position: Any = -1) -> Metric:
@@ -101,6 +106,9 @@ def loss(inputs: Inputs) -> Metric:
     real = torch.ones_like(targets, dtype=torch.bool)
     if inputs.mask is not None:
         real = inputs.mask[:, 1:] & inputs.mask[:, :-1]
+    if not bool(real.any(1).all()):
+        rows = (~real.any(1)).nonzero()[:, 0].tolist()
+        raise InputsError(f"the loss of next tokens needs at least 2 real tokens; example(s) {rows[:5]} have fewer")
 
     def function(x: Tensor) -> Tensor:
         nats = -x[:, :-1].log_softmax(-1).gather(-1, targets.to(x.device)[..., None])[..., 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,9 @@ def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequenc
         raise InputsError(f"prefix={list(prefix)} goes with text and tokenizer=; token ids carry their own prefix")
     inputs = as_inputs(inputs)
     check_inputs(model, inputs)
+    if inputs.tokens.dtype != torch.long:  # any integer type is accepted, one is used
+        inputs = replace(inputs, tokens=inputs.tokens.long())
+    inputs = replace(inputs, roles={name: role.long() for name, role in inputs.roles.items()})
     device = getattr(model, "device", None)
     return inputs if device is None else inputs.to(device)
 
@@ -148,7 +151,7 @@ def check_inputs(model: Hookable, inputs: Inputs) -> None:
     if inputs.embeddings is not None:
         _check_shape("embeddings", inputs.embeddings, (*tokens.shape, config.d_model))
     for name, role in inputs.roles.items():
-        _check_shape(f"role {name!r}", role, (inputs.batch,))
+        _check_ints(f"role {name!r}", role, (inputs.batch,), inputs.length - 1)
 
 
 def _check_optional(inputs: Inputs, config: Any) -> None:
@@ -198,7 +201,7 @@ class _RunTap:
     """Applies changes, then records; belongs to one forward pass."""
 
     def __init__(self, model, inputs, record, changes, wanted, keep_graph) -> None:
-        self.inputs, self.keep_graph = inputs, keep_graph
+        self.inputs, self.keep_graph, self.output = inputs, keep_graph, model.sites[-1]
         self.record = set(record)
         self.changes: dict[Site, list[Intervention]] = {}
         for change in changes:
@@ -225,12 +228,14 @@ class _RunTap:
 
     def _keep(self, site: Site, value: Tensor) -> Tensor:
         """The value itself where nothing else can write to it, else a copy (stream entering a block = leaving the last)."""
-        kept = value if self.keep_graph else value.detach()
+        if self.keep_graph:
+            return value  # a copy would not lie on the path from this site to the logits
+        kept = value.detach()
         storage = value.untyped_storage()
         shared = (
             storage.nbytes() != value.numel() * value.element_size()
             or storage.data_ptr() in self._kept
-            or site.name == "logits"
+            or site == self.output
         )
         self._kept.add(storage.data_ptr())
         return kept.clone() if shared else kept

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interp import Inputs, KVCache, ModelConfig, Transformer, generate
+from interp import Inputs, KVCache, ModelConfig, Transformer, generate, logit_difference, logit_lens, patch_sweep
 from interp.generate import CacheError
+from interp.hookable import UnsupportedModelError
 from interp.model.inputs import InputsError
 
 
@@ -90,3 +91,19 @@ def test_an_encoder_cannot_generate():
     encoder = Transformer(ModelConfig(kind="encoder", vocab=11, n_layers=1, n_heads=2, d_model=8, n_ctx=8))
     with pytest.raises(InputsError, match="encoder"):
         generate(encoder, [[1, 2]], 1)
+
+
+def test_a_windowed_prefix_decoder_sees_its_prefix_with_and_without_the_cache():
+    model = Transformer(
+        ModelConfig(kind="prefix-decoder", window=2, vocab=50, n_layers=2, n_heads=4, d_model=32, n_ctx=16)
+    ).double()
+    tokens = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
+    inputs = Inputs(tokens, prefix_length=torch.tensor([2, 3, 1]))
+    assert torch.equal(generate(model, inputs, 5), generate(model, inputs, 5, use_cache=False))
+
+
+def test_a_model_without_head_is_refused(tokens):
+    bare = Transformer(ModelConfig(vocab=13, n_layers=1, n_heads=2, d_model=8, n_ctx=8, head=False))
+    for use in (generate, logit_lens, lambda model, x: patch_sweep(model, x, x, logit_difference(1, 2))):
+        with pytest.raises(UnsupportedModelError, match="head=False"):
+            use(bare, tokens)

@@ -222,3 +222,26 @@ def test_gradients_reach_a_replaced_value(model, tokens):
     got = run(model, tokens, change=Replace("0.resid_mid", value, at=3), grad=True)
     got.logits.sum().backward()
     assert value.grad is not None and value.grad.abs().sum() > 0
+
+
+def test_lists_and_slices_under_a_mask(model, tokens):
+    mask = torch.ones(3, 7).bool()
+    mask[1, 4:] = False
+    padded = Inputs(tokens, mask=mask)
+    plain = run(model, padded, record="0.z").cache["0.z"]
+    got = after(model, padded, Zero("0.z", at=([0, 2],)), "0.z")
+    assert (got != plain).any(-1).any(-1).nonzero().tolist() == [[e, p] for e in range(3) for p in (0, 2)]
+    for at, words in (([0, 5], "padding"), ([-1, 0], "counts from the end"), (slice(-2, None), "counts from the end")):
+        with pytest.raises(SelectionError, match=words):
+            run(model, padded, change=Zero("0.z", at=(at,)))
+
+
+def test_averages_and_exchanges_never_read_padding(model, tokens):
+    mask = torch.ones(3, 7).bool()
+    mask[1, 4:] = False
+    padded = Inputs(tokens, mask=mask, roles={"here": torch.tensor([0, 3, 5])})
+    reference = run(model, padded, record="0.ffn_out")
+    for change in (Mean("0.ffn_out", reference), Resample("0.ffn_out"), Resample("0.scores")):
+        with pytest.raises(InterventionError, match="would read padding"):
+            run(model, padded, change=change)
+    run(model, padded, change=[Mean("0.ffn_out", reference, at="here"), Resample("0.ffn_out", at=-1)])

@@ -8,6 +8,7 @@ import torch
 from interp import Inputs, kl_divergence, log_probability, logit_difference, loss, probability, run
 from interp.at import SelectionError
 from interp.metrics import Metric, MetricError, evaluate
+from interp.model.inputs import InputsError
 
 
 def test_values_by_definition(model, tokens):
@@ -77,3 +78,12 @@ def test_token_ids_outside_the_vocabulary_are_refused(model, tokens):
             evaluate(metric, got.logits, got.inputs)
     with pytest.raises(SelectionError, match="must be an int"):
         probability(0.5)
+
+
+def test_a_row_without_a_next_token_is_refused_and_half_precision_is_widened(model, tokens):
+    mask = torch.ones(3, 7).bool()
+    mask[2, 1:] = False
+    with pytest.raises(InputsError, match=r"example\(s\) \[2\]"):
+        loss(Inputs(tokens, mask=mask))
+    logits = run(model, tokens).logits.bfloat16()
+    assert evaluate(probability(3), logits, Inputs(tokens)).dtype == torch.float32

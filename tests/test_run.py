@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interp import Add, Inputs, KnockOut, ModelConfig, Replace, Site, Transformer, Zero, run
+from interp import Add, Inputs, KnockOut, ModelConfig, Replace, Scale, Site, Transformer, Zero, run
 from interp.model.inputs import InputsError
 from interp.run import NaNWeightsError, NotReachedError
 from interp.sites import UnknownSiteError
@@ -179,3 +179,27 @@ def test_knocking_out_every_earlier_edge_leaves_positions_alone(model, tokens):
     changed[:, 0] = (changed[:, 0] + 1) % 13
     other = run(model, changed, change=cuts)
     assert torch.equal(got.logits[:, 1:], other.logits[:, 1:])
+
+
+def test_every_recorded_tensor_lies_on_the_path_to_the_logits(model, tokens):
+    """With grad=True a copy would have no gradient; b_K-like directions aside, every site has one."""
+    wanted = [site for site in model.sites if site.name != "logits"]
+    got = run(model, tokens, record=model.sites, grad=True)
+    gradients = torch.autograd.grad(got.logits.square().sum(), [got.cache[site] for site in wanted])
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_integer_types_are_accepted_and_headless_output_is_not_shared(model, tokens):
+    assert torch.equal(run(model, tokens.to(torch.uint8)).logits, run(model, tokens).logits)
+    bare = Transformer(ModelConfig(vocab=13, n_layers=1, n_heads=2, d_model=8, n_ctx=8, head=False))
+    got = run(bare, tokens, record="final")
+    before = got.cache["final"].clone()
+    got.logits.zero_()
+    assert torch.equal(got.cache["final"], before)
+
+
+def test_no_change_of_scores_opens_a_masked_edge(model, tokens):
+    for change in (Zero("0.scores"), Replace("0.scores", 3.0), Scale("0.scores", -1.0)):
+        got = run(model, tokens, record="0.pattern", change=change)
+        above = torch.ones(7, 7).triu(1).bool()
+        assert (got.cache["0.pattern"][..., above] == 0).all() and torch.isfinite(got.logits).all()

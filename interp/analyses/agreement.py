@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interp.at import positions
-from interp.hookable import Hookable, require_weight
+from interp.hookable import Hookable, UnsupportedModelError, require_weight
 from interp.run import prepare, run
 from interp.sites import Site
 
@@ -29,7 +30,11 @@ def key_value_agreement(
     inputs = prepare(model, inputs)
     answers, rows = answers.to(inputs.tokens.device), torch.arange(inputs.batch, device=inputs.tokens.device)
     index = positions(inputs, position)
+    if tuple(answers.shape) != (inputs.batch,):
+        raise ValueError(f"answers must be token ids [batch] = ({inputs.batch},), got shape {tuple(answers.shape)}")
     layers = [site.layer for site in model.sites if site.name == "ffn_act"]
+    if not layers:
+        raise UnsupportedModelError("key-value agreement needs FFNs, and this model has none")
     recorded = run(model, inputs, record=[Site("ffn_act", layer) for layer in layers])
     unembedding = require_weight(model, "W_U")
     signs = (1,) if getattr(model.config, "ffn", None) == "relu" else (1, -1)
@@ -50,6 +55,6 @@ def key_value_agreement(
             table.append({
                 "layer": layer, "sign": sign, "n": int(fires.sum()), "agreement": observed,
                 "null_mean": float(null.mean()), "null_high": float(null.quantile(0.975)),
-                "p": (1 + int((null >= observed - 1e-12).sum())) / (1 + permutations),
+                "p": (1 + int((null >= observed - 1e-12).sum())) / (1 + permutations) if len(promoted) else math.nan,
             })  # fmt: skip
     return pd.DataFrame(table)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from interp.at import positions as locate
-from interp.hookable import Hookable
+from interp.hookable import Hookable, require_head
+from interp.metrics import wide
 from interp.run import prepare, record_sites, run
 from interp.sites import Site
 from interp.tokens import labels
@@ -41,6 +42,7 @@ def logit_lens(
     (0 = top), top, top_token, top_probability, entropy and kl_to_final (nats), agrees (top = the final top).
     It reads every stream through the last layer's norm and head, so an early site can hold what it cannot show.
     """
+    require_head(model)
     inputs = prepare(model, inputs, tokenizer, prefix)
     wanted = _stream_sites(model, sites)
     recorded = run(model, inputs, record=wanted)
@@ -50,11 +52,11 @@ def logit_lens(
     rows = torch.arange(inputs.batch, device=inputs.tokens.device)
     for place in _places(inputs, positions):
         index = locate(inputs, place)
-        final = recorded.logits[rows, index].log_softmax(-1)
+        final = wide(recorded.logits[rows, index]).log_softmax(-1)
         target = final.argmax(-1) if targets is None else targets.to(final.device)
         for site in wanted:
             with torch.no_grad():
-                lens = model.unembed(recorded.cache[site][rows, index]).log_softmax(-1)
+                lens = wide(model.unembed(recorded.cache[site][rows, index])).log_softmax(-1)
             frames.append(_rows(site, place, index, lens, final, target, inputs.tokens[rows, index], tokenizer))
     return pd.concat(frames, ignore_index=True)
 
@@ -76,9 +78,11 @@ def _rows(
 
 def _stream_sites(model: Hookable, sites: Any) -> list[Site]:
     found = record_sites(model, sites)
-    bad = [str(site) for site in found if site.spec.axes != ("position", "d_model")]
+    bad = [
+        s for s in found if s.spec.axes != ("position", "d_model") or s.name.startswith(("final", "norm", "cross_norm"))
+    ]
     if bad:
-        raise LensError(f"the lens reads vectors of the stream [position d_model], not {', '.join(bad)}")
+        raise LensError(f"the lens reads vectors of the stream [position d_model], not {', '.join(map(str, bad))}")
     return found
 
 

@@ -44,7 +44,9 @@ def stream_identity(model: Hookable, inputs: Any) -> float:
     Raises UnsupportedModelError for a stream that is not additive (post-norm).
     """
     if not model.additive_stream:
-        raise UnsupportedModelError("the stream of this model is not a sum of what is written to it (post-norm)")
+        raise UnsupportedModelError(
+            "the stream of this model is not a sum of what is written to it: post-norm, or embedding_norm"
+        )
     names = [name for name in ("attn_out", "ffn_out") if any(site.name == name for site in model.sites)]
     last = f"{model.config.n_layers - 1}.resid_post"
     got = run(model, inputs, record=["0.resid_pre", *names, last])

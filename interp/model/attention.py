@@ -68,6 +68,8 @@ class Attention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         scores = tap(self.sites.scores, scores)
+        if mask is not None:  # again: no change of scores may open an edge that the mask closes
+            scores = scores.masked_fill(~mask, float("-inf"))
         pattern = tap(self.sites.pattern, softmax_or_zero(scores))
         return torch.matmul(pattern, v.transpose(1, 2)).transpose(1, 2)
 

@@ -29,6 +29,9 @@ def save(model: Transformer, folder: str | Path, extra: dict[str, Any] | None = 
     exists.
     """
     folder = Path(folder)
+    for name, tensor in model.state_dict().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} has NaN or infinite entries; only finite weights are saved")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; checkpoints are never overwritten, choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Transformer:
         raise CheckpointError(f"{folder} is not a checkpoint: {path.name} is missing")
     try:
         config = ModelConfig.from_dict(document["config"])
-        dtype = getattr(torch, document["dtype"])
+        dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
+                 "float64": torch.float64}[document["dtype"]]  # fmt: skip
         weights = load_file(path, device=str(device))
     except (ConfigError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from interp.hookable import Hookable
+from interp.hookable import Hookable, require_head
 from interp.interventions import Replace
 from interp.metrics import Metric, evaluate
 from interp.model.inputs import Inputs
@@ -50,9 +50,11 @@ def patch_sweep(
     Raises SweepError, InputsError, UnknownSiteError, MetricError.
     """
     clean, corrupted = (prepare(model, inputs, tokenizer, prefix) for inputs in (clean, corrupted))
+    require_head(model)
     names = [sites] if isinstance(sites, str) else list(sites)
     by = (by,) if isinstance(by, str) else tuple(by)
     _check(model, clean, corrupted, names, by, direction, engine)
+    _check_positions(clean, by, positions)
     wanted = [site for name in names for site in expand(name, model.sites)]
     runs = {"clean": run(model, clean, record=wanted), "corrupted": run(model, corrupted, record=wanted)}
     source, base = (
@@ -132,6 +134,9 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
     if not names:
         raise SweepError("sites is empty: nothing to patch")
     for name in names:
+        if not isinstance(name, str) or name not in SITES:
+            raise SweepError(f"sites holds {name!r}; allowed: names without a layer, such as 'z' or 'attn_out' (layers are an "
+                             "axis of the sweep)")  # fmt: skip
         for site in expand(name, model.sites):
             for axis in by:
                 if axis != "layer" and not set(_AXIS_OF[axis]) & set(site.spec.axes):
@@ -142,6 +147,16 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
                     raise SweepError(f"site '{site}' has no layer: it cannot be swept by 'layer'")
     if "role" in by:
         _check_roles(clean, corrupted)
+
+
+def _check_positions(clean: Inputs, by: Sequence[str], positions: Sequence[int] | None) -> None:
+    if positions is not None and "position" not in by:
+        raise SweepError(f"positions={positions!r} needs 'position' in by={by!r}")
+    if positions is not None and (isinstance(positions, str) or len(positions) == 0):
+        raise SweepError(f"positions={positions!r} is not allowed; allowed: a list of ints, not empty")
+    if "position" in by and positions is None and clean.mask is not None and not bool(clean.mask.all()):
+        raise SweepError("prompts of different length have no common positions; allowed: by='role', or positions= counted from "
+                         "the end, such as [-1, -2], or prompts of one length")  # fmt: skip
 
 
 def _check_roles(clean: Inputs, corrupted: Inputs) -> None:

@@ -5,6 +5,7 @@ Toy and real facts are the same class, so every analysis of a trained toy model 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ class FactSet:
             rows.append([*(prefix or ()), *ids])
             places.append([start + p for p in place])
             answers.append(_answer(str(row.object), tokenizer))
-            texts.append(str(row.text).format(subject=row.subject))
+            texts.append(str(row.text).replace("{subject}", str(row.subject)))
         if not rows:
             raise FactsError("no facts, no prompts")
         roles: dict[str, Tensor] = dict(zip(ROLES, torch.tensor(places).T, strict=True))
@@ -114,14 +115,15 @@ def locate(template: str, subject: str, cue: str, tokenizer: Tokenizer) -> tuple
 
     Raises FactsError where a part does not begin and end at a token boundary.
     """
-    text = template.format(subject=subject)
+    text = template.replace("{subject}", subject)
     ids = tokenizer.ids(text)
     before = template.index("{subject}")
     first = _count(text, before, ids, tokenizer)
     last = _count(text, before + len(subject), ids, tokenizer) - 1
-    at = template.index(cue) if cue in template else -1
-    if at < 0:
-        raise FactsError(f"cue {cue!r} is not in template {template!r}")
+    found = re.search(rf"(?<!\w){re.escape(cue)}(?!\w)", template.replace("{subject}", "\0" * len("{subject}")))
+    if found is None:
+        raise FactsError(f"cue {cue!r} is not a word of template {template!r}")
+    at = found.start()
     end = at + len(cue) + (len(subject) - len("{subject}") if at > before else 0)
     return ids, [first, last, _count(text, end, ids, tokenizer) - 1, len(ids) - 1]
 

@@ -257,13 +257,14 @@ class ToyFacts:
         """How this many facts are learned on two CPU cores (measured: see the README); `changes` override."""
         defaults: dict[str, Any] = {"steps": 600, "batch_size": 256, "learning_rate": 5e-3, "weight_decay": 0.3}
         if self.n_subjects > 1024:
-            defaults |= {"steps": 1000, "batch_size": 1024}
+            defaults |= {"steps": 1000, "batch_size": 1024, "learning_rate": 3e-3, "weight_decay": 0.01}
         return TrainConfig(**{**defaults, **changes})
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """The training batch of a step: a function of (step, size, seed) alone, so a stream needs no state to resume.
 
-        Every training prompt is seen once per epoch, in an order drawn from (seed, epoch).
+        An epoch is as many whole batches as there are prompts for, in an order drawn from (seed, epoch); no prompt is seen
+        twice in it, and those that fill no batch wait for another epoch.
         """
         train = self.splits["train"]
         epoch, place = divmod(step, max(1, len(train) // size))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -114,7 +115,12 @@ def train(
     optimizer = make_optimizer(model, config)
     start, rows, seconds = 0, [], 0.0
     if folder is not None and resume and (folder / STATE).exists():
-        start, rows, seconds = read_state(folder / STATE, model, optimizer)
+        try:
+            start, rows, seconds = read_state(folder / STATE, model, optimizer)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise TrainingFolderError(
+                f"{folder / STATE} is truncated or foreign: {error}; train into a new folder"
+            ) from error
     began = time.perf_counter() - seconds
     bar = tqdm(range(start, config.steps), initial=start, total=config.steps, disable=not progress, desc=str(task.name))
     for step in bar:
@@ -214,19 +220,27 @@ def _open_folder(folder: Path | None, model, task, config, resume: bool) -> Trai
         return None
     document, path = _document(model, task, config), folder / "config.json"
     if not path.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(
+            not entry.name.startswith(".") for entry in folder.iterdir()
+        ):  # not our unfinished files
             raise TrainingFolderError(f"{folder} is not empty and holds no run of ours; choose a new folder")
         record.write_json(path, document)
         return None
     if not resume:
         raise TrainingFolderError(f"{folder} holds a run; resume it (resume=True, --resume) or choose a new folder")
-    old = json.loads(path.read_text())
+    try:
+        old = {name: dict(values) for name, values in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise TrainingFolderError(f"{path} is not a run's config: {error}") from error
+    if old.keys() != document.keys():
+        raise TrainingFolderError(f"{path} has the parts {sorted(old)}; allowed: {sorted(document)}")
     if old != document:
         differing = [f"{part}.{name}: {old[part].get(name)!r} there, {value!r} asked for"
                      for part in document for name, value in document[part].items() if old[part].get(name) != value]  # fmt: skip
         raise TrainingFolderError(f"{folder} holds another run: {'; '.join(differing) or 'fields differ'}")
     if (folder / MODEL).exists():
-        return _result(load(folder / MODEL), task, pd.read_parquet(folder / CURVES).to_dict("records"))
+        model.load_state_dict(load(folder / MODEL).state_dict())
+        return _result(model.eval(), task, pd.read_parquet(folder / CURVES).to_dict("records"))
     return None
 
 

@@ -97,6 +97,19 @@ def test_agreement_is_one_where_values_are_built_to_agree_and_chance_where_permu
     assert wrong["agreement"].tolist() == [0.0] and wrong["p"][0] == 1.0
 
 
+def test_agreement_of_neurons_that_never_fire_is_missing_and_needs_an_ffn(plain):
+    import copy
+
+    silent = copy.deepcopy(plain)
+    with torch.no_grad():
+        silent.blocks[1].ffn.up.bias.fill_(-1e3)
+    row = key_value_agreement(silent, torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 2]), permutations=10).iloc[1]
+    assert row["n"] == 0 and np.isnan(row["agreement"]) and np.isnan(row["p"])
+    bare = Transformer(ModelConfig(vocab=13, n_layers=1, n_heads=2, d_model=8, n_ctx=8, ffn="none"))
+    with pytest.raises(ValueError, match="this model has none"):
+        key_value_agreement(bare, torch.tensor([[1, 2]]), torch.tensor([1]))
+
+
 @pytest.mark.parametrize("neurons", [[], [-1], [43]])
 def test_neurons_outside_are_refused(model, neurons):
     with pytest.raises(NeuronError, match="0 … 42"):

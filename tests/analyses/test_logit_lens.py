@@ -44,6 +44,8 @@ def test_roles_padding_and_all_positions(model, tokens):
 def test_refusals(model, tokens):
     with pytest.raises(LensError, match=r"not 0\.z"):
         logit_lens(model, tokens, ["resid_post", "0.z"])
+    with pytest.raises(LensError, match="not final"):
+        logit_lens(model, tokens, "final")
     with pytest.raises(LensError, match=r"\(3,\)"):
         logit_lens(model, tokens, targets=torch.tensor([1]))
     with pytest.raises(LensError, match="padding"):

@@ -130,6 +130,9 @@ def test_it_works_post_norm_and_without_roles_of_its_own(pair):
         ({"sites": []}, "nothing to patch"),
         ({"sites": "embed", "by": ("layer",)}, "has no layer"),
         ({"by": ("layer", "role")}, "needs inputs with roles"),
+        ({"by": ("layer",), "positions": [0]}, "needs 'position' in by"),
+        ({"positions": []}, "not empty"),
+        ({"sites": ["1.z"]}, "names without a layer"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(model, pair, change, words):
@@ -153,3 +156,13 @@ def test_pairs_of_different_length_or_roles_are_refused(model, pair):
 def test_a_metric_of_the_wrong_shape_is_refused_before_any_patch(model, pair):
     with pytest.raises(MetricError):
         patch_sweep(model, *pair, lambda logits: logits.mean())
+
+
+def test_prompts_of_different_length_need_positions_from_the_end_or_roles(model, pair):
+    mask = torch.ones(3, 7).bool()
+    mask[1, 5:] = False
+    clean, corrupted = (Inputs(x, mask=mask) for x in pair)
+    with pytest.raises(SweepError, match="no common positions"):
+        patch_sweep(model, clean, corrupted, METRIC)
+    got = patch_sweep(model, clean, corrupted, METRIC, "resid_post", positions=[-1])
+    assert torch.allclose(got.values["resid_post"][1, 0], got.clean, atol=1e-12)

@@ -47,6 +47,13 @@ def test_a_part_that_is_no_token_boundary_is_refused():
         locate("the capital of {subject}", "x", "town", Letters())
 
 
+def test_a_cue_is_a_word_and_other_braces_are_text():
+    _, places = locate("this {subject} is {x}", "Peru", "is", Letters())
+    assert places[2] == len("thisPeruis") - 1
+    with pytest.raises(FactsError, match="not a word"):
+        locate("{subject} is", "Peru", "subject", Letters())
+
+
 def test_the_prefix_shifts_every_role():
     facts = FactSet(pd.DataFrame([("r", "a b", "c")], columns=["relation", "subject", "object"]),
                     pd.DataFrame([("r", "{subject} r is", "r")], columns=["relation", "template", "cue"]))  # fmt: skip

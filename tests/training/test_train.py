@@ -169,3 +169,35 @@ def test_schedule():
     for bad in ({"steps": 0}, {"learning_rate": 0.0}, {"warmup": 1.0}, {"schedule": "step"}):
         with pytest.raises(ValueError, match=r"allowed|above 0"):
             TrainConfig(**bad)
+
+
+def test_broken_folders_are_named(tmp_path, monkeypatch):
+    original, folder = ToyFacts.batch, tmp_path / "run"
+
+    def stop(self, at, size, seed):
+        if at == 15:
+            raise KeyboardInterrupt
+        return original(self, at, size, seed)
+
+    monkeypatch.setattr(ToyFacts, "batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(MODEL, TASK, CONFIG, folder, progress=False)
+    (folder / "state.safetensors").write_bytes(b"half")
+    with pytest.raises(TrainingFolderError, match="truncated or foreign"):
+        train(MODEL, TASK, CONFIG, folder, resume=True, progress=False)
+    for text in ("[]", "{}", "no"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(TrainingFolderError, match=r"config\.json"):
+            train(MODEL, TASK, CONFIG, folder, resume=True, progress=False)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".config.abc.json").touch()  # a write of ours that was killed
+    monkeypatch.setattr(ToyFacts, "batch", original)
+    train(MODEL, TASK, CONFIG, tmp_path / "new", progress=False)
+
+
+def test_a_finished_run_fills_the_model_it_was_given(tmp_path):
+    result = train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
+    mine = Transformer(MODEL, seed=9)
+    again = train(mine, TASK, CONFIG, tmp_path / "run", resume=True, progress=False)
+    assert again.model is mine
+    assert_same(mine, result.model)
