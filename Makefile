@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup report test check lint slow notebooks bench facts clean
+.PHONY: setup report test check lint slow notebooks bench clean
 
 setup: $(STAMP)
 

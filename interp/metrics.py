@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from interp.at import SelectionError, positions
-from interp.hookable import Hookable
 from interp.model.inputs import Inputs, InputsError
 
 
@@ -116,12 +115,6 @@ def loss(inputs: Inputs) -> Metric:
         return torch.where(keep, nats, 0.0).sum(1) / keep.sum(1)
 
     return Metric("loss", function, None, None, "nats per token")
-
-
-def answer_tokens(model: Hookable, logits: Tensor, inputs: Inputs, position: Any = -1) -> Tensor:
-    """The model's own most likely next token at `position` [batch]."""
-    index = positions(inputs, position)
-    return logits[torch.arange(inputs.batch, device=logits.device), index].argmax(-1)
 
 
 def _ids(token: Any) -> Tensor:

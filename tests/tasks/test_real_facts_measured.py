@@ -9,7 +9,7 @@ import pytest
 
 from interp.tasks.facts import DATA, FactsError, real_facts
 
-RECALL = Path(__file__).parents[1] / "experiments" / "facts_table" / "recall.csv"
+RECALL = Path(__file__).parents[2] / "experiments" / "facts_table" / "recall.csv"
 SPOT = {
     "capital": {"France": "Paris", "Australia": "Canberra", "Canada": "Ottawa", "Turkey": "Ankara", "Nigeria": "Abuja",
                 "Brazil": "Brasilia", "Pakistan": "Islamabad", "Switzerland": "Bern", "New Zealand": "Wellington"},
