@@ -11,6 +11,7 @@ from interp.model.inputs import Inputs
 from interp.sites import Site
 
 POSITION_AXES = ("position", "query", "key")
+_SOURCE_AXES = {("cross_k", "position"), ("cross_v", "position"), ("cross_scores", "key"), ("cross_pattern", "key")}
 
 
 class SelectionError(ValueError):
@@ -50,6 +51,11 @@ def positions(inputs: Inputs, position: Any, what: str = "position") -> Tensor:
     return index
 
 
+def side(site: Site, axis: str, inputs: Inputs) -> Inputs:
+    """Whose positions an axis counts: the source's in an encoder and where cross-attention reads it, else the target's."""
+    return inputs.encoder if site.stack == "encoder" or (site.name, axis) in _SOURCE_AXES else inputs
+
+
 def select(site: Site, shape: torch.Size | tuple[int, ...], at: Any, inputs: Inputs) -> tuple[Any, ...]:
     """An index for a value of `site` with axes [batch, *site axes]; missing trailing axes mean all.
 
@@ -60,7 +66,10 @@ def select(site: Site, shape: torch.Size | tuple[int, ...], at: Any, inputs: Inp
     if len(at) > len(axes):
         raise SelectionError(f"at={at!r} has {len(at)} entries, but '{site}' has {len(axes)} axes after batch: "
                              f"{', '.join(axes)}")  # fmt: skip
-    entries = [_entry(site, axis, size, entry, inputs) for axis, size, entry in zip(axes, shape[1:], at, strict=False)]
+    entries = [
+        _entry(site, axis, size, entry, side(site, axis, inputs))
+        for axis, size, entry in zip(axes, shape[1:], at, strict=False)
+    ]
     if all(isinstance(entry, int | slice) for entry in entries):
         return (slice(None), *entries)
     return _mesh(shape, entries, inputs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from interp.at import POSITION_AXES, select
+from interp.at import POSITION_AXES, select, side
 from interp.model.inputs import Inputs
 from interp.sites import Site
 
@@ -201,13 +201,12 @@ class Project(Intervention):
 def _refuse_padding(change: Intervention, at: Any, inputs: Inputs) -> None:
     """Averages and exchanges over examples would take padding for values; positions or roles pick real tokens."""
     entries = at if isinstance(at, tuple) else (at,)
-    covered = [entries[i] if i < len(entries) else slice(None) for i, axis in enumerate(change.place.spec.axes)
-               if axis in POSITION_AXES]  # fmt: skip
-    if inputs.mask is None or not any(isinstance(entry, slice) for entry in covered):
-        return
-    if not bool(inputs.mask.all()):
-        raise InterventionError(f"{type(change).__name__} at '{change.site}' with at={at!r} would read padding; choose positions "
-                                "or roles that are real tokens in every example")  # fmt: skip
+    for i, axis in enumerate(change.place.spec.axes):
+        mask = side(change.place, axis, inputs).mask if axis in POSITION_AXES else None
+        whole = i >= len(entries) or isinstance(entries[i], slice)
+        if mask is not None and whole and not bool(mask.all()):
+            raise InterventionError(f"{type(change).__name__} at '{change.site}' with at={at!r} would read padding; choose "
+                                    "positions or roles that are real tokens in every example")  # fmt: skip
 
 
 def derangement(n: int, seed: int) -> Tensor:

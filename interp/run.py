@@ -12,7 +12,7 @@ from torch import Tensor
 from interp.hookable import Hookable
 from interp.interventions import Intervention
 from interp.model.inputs import Inputs, InputsError, as_inputs
-from interp.sites import SITES, Site, UnknownSiteError, expand, resolve, suggest
+from interp.sites import SITES, Site, UnknownSiteError, expand, named, resolve, suggest
 from interp.tokens import tokenize
 
 
@@ -32,16 +32,16 @@ class Cache(Mapping[Site, Tensor]):
 
     def __getitem__(self, site: Site | str) -> Tensor:
         site = Site.parse(site)
-        if site not in self._values:
+        found = named(site, self._values)
+        if len(found) != 1:
             names = [str(s) for s in self._values]
-            raise KeyError(
-                f"'{site}' was not recorded{suggest(str(site), names)}; recorded: {', '.join(names) or 'nothing'}"
-            )
-        return self._values[site]
+            said = f"can mean {' or '.join(map(str, found))}" if found else f"was not recorded{suggest(str(site), names)}"
+            raise KeyError(f"'{site}' {said}; recorded: {', '.join(names) or 'nothing'}")
+        return self._values[found[0]]
 
     def __contains__(self, site: object) -> bool:
         try:
-            return Site.parse(site) in self._values  # type: ignore[arg-type]
+            return len(named(Site.parse(site), self._values)) == 1  # type: ignore[arg-type]
         except UnknownSiteError:
             return False
 
@@ -55,10 +55,15 @@ class Cache(Mapping[Site, Tensor]):
         return "Cache(" + ", ".join(f"{site} {tuple(value.shape)}" for site, value in self.items()) + ")"
 
     def stack(self, name: str, stack: str | None = None) -> Tensor:
-        """Every recorded layer's value of one site name, [layer batch …], in layer order. KeyError if none was."""
+        """Every recorded layer's value of one site name, [layer batch …], in layer order.
+
+        stack: which of an encoder-decoder's (where only one was recorded it need not be said). KeyError if none was.
+        """
         if name not in SITES:
             raise UnknownSiteError(f"unknown site {name!r}{suggest(name, SITES)}; allowed: {', '.join(SITES)}")
-        found = sorted((s for s in self if s.name == name and s.stack == stack), key=lambda s: s.layer or 0)
+        found = sorted((s for s in self if s.name == name and stack in (None, s.stack)), key=lambda s: s.layer or 0)
+        if len({site.stack for site in found}) > 1:
+            raise KeyError(f"{name!r} was recorded in both stacks; say stack='encoder' or stack='decoder'")
         if not found:
             raise KeyError(
                 f"{name!r} was not recorded at any layer; recorded: {', '.join(map(str, self)) or 'nothing'}"
@@ -122,8 +127,9 @@ def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequenc
         raise InputsError(f"prefix={list(prefix)} goes with text and tokenizer=; token ids carry their own prefix")
     inputs = as_inputs(inputs)
     check_inputs(model, inputs)
-    if inputs.tokens.dtype != torch.long:  # any integer type is accepted, one is used
-        inputs = replace(inputs, tokens=inputs.tokens.long())
+    inputs = replace(inputs, tokens=inputs.tokens.long())  # any integer type is accepted, one is used
+    if inputs.source is not None:
+        inputs = replace(inputs, source=inputs.source.long())
     inputs = replace(inputs, roles={name: role.long() for name, role in inputs.roles.items()})
     device = getattr(model, "device", None)
     return inputs if device is None else inputs.to(device)
@@ -131,27 +137,39 @@ def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequenc
 
 def check_inputs(model: Hookable, inputs: Inputs) -> None:
     """Token ids, length and shapes against the model's config. Raises InputsError naming value and range."""
-    tokens, config = inputs.tokens, model.config
+    config = model.config
+    _check_tokens(inputs, config, "tokens", "mask")
+    _check_optional(inputs, config)
+    if config.kind == "encoder-decoder":
+        _check_tokens(inputs.encoder, config, "source", "source_mask")
+        if len(inputs.encoder.tokens) != inputs.batch:
+            raise InputsError(f"source holds {len(inputs.encoder.tokens)} sequences; allowed: {inputs.batch}, as many as tokens")
+    if inputs.embeddings is not None:
+        _check_shape("embeddings", inputs.embeddings, (*inputs.tokens.shape, config.d_model))
+    longest = inputs.length if inputs.source is None else max(inputs.length, inputs.encoder.length)
+    for name, role in inputs.roles.items():
+        _check_ints(f"role {name!r}", role, (inputs.batch,), longest - 1)
+
+
+def _check_tokens(inputs: Inputs, config: Any, name: str, mask: str) -> None:
+    """One stack's token ids and mask; `name` and `mask` are what the caller calls them."""
+    tokens = inputs.tokens
     if tokens.ndim != 2 or 0 in tokens.shape:
-        raise InputsError(f"tokens must have axes [batch pos], none empty; got shape {tuple(tokens.shape)}")
+        raise InputsError(f"{name} must have axes [batch pos], none empty; got shape {tuple(tokens.shape)}")
     if tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
-        raise InputsError(f"tokens must be integers, got {tokens.dtype}")
+        raise InputsError(f"{name} must be integers, got {tokens.dtype}")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= config.vocab:
         bad = low if low < 0 else high
-        raise InputsError(f"token id {bad} is outside the vocabulary; allowed: 0 … {config.vocab - 1}")
+        where = "token id" if name == "tokens" else f"{name} token id"
+        raise InputsError(f"{where} {bad} is outside the vocabulary; allowed: 0 … {config.vocab - 1}")
     if inputs.length > config.n_ctx:
-        raise InputsError(f"a sequence of {inputs.length} tokens is too long; allowed: at most n_ctx={config.n_ctx}")
-    _check_shape("mask", inputs.mask, tokens.shape, torch.bool)
+        what = "a sequence" if name == "tokens" else f"a {name}"
+        raise InputsError(f"{what} of {inputs.length} tokens is too long; allowed: at most n_ctx={config.n_ctx}")
+    _check_shape(mask, inputs.mask, tokens.shape, torch.bool)
     if inputs.mask is not None and not bool(inputs.mask.any(1).all()):
-        raise InputsError(
-            f"every sequence needs a real token; the mask has none in {(~inputs.mask.any(1)).nonzero()[:, 0].tolist()}"
-        )
-    _check_optional(inputs, config)
-    if inputs.embeddings is not None:
-        _check_shape("embeddings", inputs.embeddings, (*tokens.shape, config.d_model))
-    for name, role in inputs.roles.items():
-        _check_ints(f"role {name!r}", role, (inputs.batch,), inputs.length - 1)
+        empty = (~inputs.mask.any(1)).nonzero()[:, 0].tolist()
+        raise InputsError(f"every sequence needs a real token; the {mask} has none in {empty}")
 
 
 def _check_optional(inputs: Inputs, config: Any) -> None:
@@ -207,7 +225,10 @@ class _RunTap:
         for change in changes:
             if not isinstance(change, Intervention):
                 raise TypeError(f"change must hold interventions such as Replace(site, value), got {change!r}")
-            self.changes.setdefault(resolve(change.place, model.sites), []).append(change)
+            site = resolve(change.place, model.sites)
+            if site != change.place:  # the stack was left out
+                change = replace(change, site=site)
+            self.changes.setdefault(site, []).append(change)
         self.wanted = self.record | set(self.changes) | {resolve(site, model.sites) for site in wanted}
         self.recorded: dict[Site, Tensor] = {}
         self.reached: set[Site] = set()

@@ -7,6 +7,7 @@ follows from its config (`ordered_sites`). The README's symbol table is generate
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -152,11 +153,25 @@ def suggest(name: str, known) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
+def named(site: Site, available: Iterable[Site]) -> list[Site]:
+    """The available sites that `site` can mean: itself, or those of either stack when it names none."""
+    if site in available or site.stack is not None:
+        return [site] if site in available else []
+    return [one for one in available if (one.name, one.layer) == (site.name, site.layer)]
+
+
 def resolve(text: str | Site, available: tuple[Site, ...]) -> Site:
-    """The site of this model that `text` names; UnknownSiteError says what the model has instead."""
+    """The site of this model that `text` names; UnknownSiteError says what the model has instead.
+
+    In an encoder-decoder the stack may be left out where only one stack has the site ('logits', '0.cross_pattern').
+    """
     site = Site.parse(text)
-    if site in available:
-        return site
+    found = named(site, available)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        either = " or ".join(f"'{one}'" for one in found)
+        raise UnknownSiteError(f"'{site}' can mean {either}; say which")
     same_name = [str(s) for s in available if s.name == site.name]
     if same_name:
         raise UnknownSiteError(f"this model has no site '{site}'; it has {_span(same_name)}")
@@ -164,10 +179,21 @@ def resolve(text: str | Site, available: tuple[Site, ...]) -> Site:
     raise UnknownSiteError(f"this model has no site {site.name!r} (asked for '{site}'); it has {names}")
 
 
+def output_sites(name: str, available: tuple[Site, ...]) -> list[Site]:
+    """Every layer's site of this name in the stack that the output is read from (an encoder-decoder's decoder)."""
+    return [site for site in available if site.name == name and site.stack == available[-1].stack]
+
+
 def expand(text: str | Site, available: tuple[Site, ...]) -> list[Site]:
-    """One site, or every layer's when `text` is a bare per-layer name: 'resid_post' -> 0.resid_post, 1.resid_post, …"""
-    if isinstance(text, str) and text in SITES and SITES[text].per_layer:
-        found = [site for site in available if site.name == text]
+    """One site, or every layer's when `text` is a bare per-layer name: 'resid_post' -> 0.resid_post, 1.resid_post, …
+
+    In an encoder-decoder 'encoder.resid_post' means every layer of that stack, 'resid_post' every layer of both.
+    """
+    stack, name = None, text
+    if isinstance(text, str) and text.split(".")[0] in STACKS:
+        stack, _, name = text.partition(".")
+    if isinstance(name, str) and name in SITES and SITES[name].per_layer:
+        found = [site for site in available if site.name == name and stack in (None, site.stack)]
         if not found:
             names = ", ".join(dict.fromkeys(s.name for s in available))
             raise UnknownSiteError(f"this model has no site {text!r}; it has {names}")

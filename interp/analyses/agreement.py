@@ -12,7 +12,7 @@ from torch import Tensor
 from interp.at import positions
 from interp.hookable import Hookable, UnsupportedModelError, require_weight
 from interp.run import prepare, run
-from interp.sites import Site
+from interp.sites import output_sites
 
 
 @torch.no_grad()
@@ -32,15 +32,15 @@ def key_value_agreement(
     index = positions(inputs, position)
     if tuple(answers.shape) != (inputs.batch,):
         raise ValueError(f"answers must be token ids [batch] = ({inputs.batch},), got shape {tuple(answers.shape)}")
-    layers = [site.layer for site in model.sites if site.name == "ffn_act"]
-    if not layers:
+    sites = output_sites("ffn_act", model.sites)
+    if not sites:
         raise UnsupportedModelError("key-value agreement needs FFNs, and this model has none")
-    recorded = run(model, inputs, record=[Site("ffn_act", layer) for layer in layers])
+    recorded = run(model, inputs, record=sites)
     unembedding = require_weight(model, "W_U")
     signs = (1,) if getattr(model.config, "ffn", None) == "relu" else (1, -1)
     generator, table = torch.Generator().manual_seed(seed), []
-    for layer in layers:
-        act = recorded.cache[Site("ffn_act", layer)][rows, index]  # [example neuron]
+    for site in sites:
+        layer, act = site.layer, recorded.cache[site][rows, index]  # [example neuron]
         written = require_weight(model, "W_out", layer) @ unembedding  # [neuron vocab]
         for sign in signs:
             strongest, example = (sign * act).max(0)

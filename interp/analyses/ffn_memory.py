@@ -93,7 +93,7 @@ def ffn_triggers(
     (printed token), context (the tokens up to and including it).
     """
     inputs = prepare(model, inputs, tokenizer, prefix)
-    site = Site("ffn_act", layer)
+    site = Site("ffn_act", layer, model.sites[-1].stack)
     require_weight(model, "W_out", layer)
     parts = [
         run(model, inputs.select(slice(begin, begin + batch_size)), record=site).cache[site]
@@ -128,7 +128,7 @@ def ffn_subupdates(
     """
     inputs = prepare(model, inputs, tokenizer, prefix)
     values, unembedding = require_weight(model, "W_out", layer), require_weight(model, "W_U")
-    site = Site("ffn_act", layer)
+    site = Site("ffn_act", layer, model.sites[-1].stack)
     index = positions(inputs, position)
     rows = torch.arange(inputs.batch, device=inputs.tokens.device)
     with torch.no_grad():

@@ -77,12 +77,14 @@ def _rows(
 
 
 def _stream_sites(model: Hookable, sites: Any) -> list[Site]:
-    found = record_sites(model, sites)
+    asked, output = [sites] if isinstance(sites, str | Site) else list(sites), model.sites[-1].stack
+    found = [site for site in record_sites(model, asked) if site.stack == output or site.name not in asked]
     bad = [
         s for s in found if s.spec.axes != ("position", "d_model") or s.name.startswith(("final", "norm", "cross_norm"))
-    ]
+        or s.stack != output
+    ]  # fmt: skip
     if bad:
-        raise LensError(f"the lens reads vectors of the stream [position d_model], not {', '.join(map(str, bad))}")
+        raise LensError(f"the lens reads vectors of the stream that ends in the head [position d_model], not {', '.join(map(str, bad))}")
     return found
 
 

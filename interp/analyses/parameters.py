@@ -17,14 +17,19 @@ def parameter_table(model: Hookable) -> pd.DataFrame:
 
     Columns: group, parameters, share (of all), share_blocks (of attention + ffn; missing for the others).
     """
-    layers = range(model.config.n_layers)
+    stacks: dict[str | None, int] = {model.sites[-1].stack: model.config.n_layers}
+    if model.config.kind == "encoder-decoder":
+        stacks["encoder"] = model.config.n_encoder_layers
 
-    def count(kinds: tuple[str, ...], layer: int | None = None) -> int:
-        found = [model.weight(kind, layer) for kind in kinds]
+    def count(kinds: tuple[str, ...], layer: int | None = None, stack: str | None = None) -> int:
+        found = [model.weight(kind, layer, stack) for kind in kinds]
         return sum(weight.numel() for weight in found if weight is not None)
 
-    attention = sum(count(ATTENTION_WEIGHTS, layer) for layer in layers)
-    ffn = sum(count(FFN_WEIGHTS, layer) for layer in layers)
+    def total_of(kinds: tuple[str, ...]) -> int:
+        return sum(count(kinds, layer, stack) for stack, n in stacks.items() for layer in range(n))
+
+    crosses = tuple(f"cross_{kind}" for kind in ATTENTION_WEIGHTS) if len(stacks) > 1 else ()
+    attention, ffn = total_of((*ATTENTION_WEIGHTS, *crosses)), total_of(FFN_WEIGHTS)
     tied = bool(getattr(model.config, "tied_embeddings", False))
     embeddings = count(("W_E", "W_pos", "b_U") if tied else ("W_E", "W_pos", "b_U", "W_U"))
     total = sum(parameter.numel() for parameter in model.parameters())  # type: ignore[attr-defined]
@@ -41,17 +46,23 @@ def parameter_table(model: Hookable) -> pd.DataFrame:
 def stream_identity(model: Hookable, inputs: Any) -> float:
     """Largest |h_L − (x_0 + Σ attn_out + Σ ffn_out)| over the largest |h_L| (R1): rounding for a pre-norm model.
 
+    An encoder-decoder's decoder also adds its cross_out; its encoder is held to the same, and the larger error returned.
     Raises UnsupportedModelError for a stream that is not additive (post-norm).
     """
     if not model.additive_stream:
         raise UnsupportedModelError(
             "the stream of this model is not a sum of what is written to it: post-norm, or embedding_norm"
         )
-    names = [name for name in ("attn_out", "ffn_out") if any(site.name == name for site in model.sites)]
-    last = f"{model.config.n_layers - 1}.resid_post"
-    got = run(model, inputs, record=["0.resid_pre", *names, last])
-    total = got.cache["0.resid_pre"].double()
-    for name in names:
-        total = total + got.cache.stack(name).double().sum(0)
-    end = got.cache[last].double()
-    return float(torch.abs(end - total).max() / end.abs().max())
+    stacks = dict.fromkeys(site.stack for site in model.sites)
+    names = ("attn_out", "cross_out", "ffn_out")
+    written = [site for site in model.sites if site.name in names]
+    streams = {stack: [s for s in model.sites if s.stack == stack and s.name in ("resid_pre", "resid_post")] for stack in stacks}
+    ends = [site for stream in streams.values() for site in (stream[0], stream[-1])]
+    cache = run(model, inputs, record=[*written, *ends]).cache
+    errors = []
+    for stack, stream in streams.items():
+        parts = [cache[stream[0]], *(cache[site] for site in written if site.stack == stack)]
+        end = cache[stream[-1]].double()
+        total = torch.stack([part.double() for part in parts]).sum(0)
+        errors.append(float(torch.abs(end - total).max() / end.abs().max()))
+    return max(errors)

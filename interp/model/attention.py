@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interp.model.config import ModelConfig
-from interp.model.inputs import Edges, KVCache
+from interp.model.inputs import Edges, KVCache, Memory
 from interp.model.layers import linear
 from interp.model.norms import RMSNorm
 from interp.model.positions import rotate
@@ -44,6 +46,11 @@ class Attention(nn.Module):
             k = tap(s.k_rot, self._into_scores(k, self.k_norm, rotary))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
+        return self._attend(q, k, v, tap, edges)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tap: Tap, edges: Edges) -> Tensor:
+        """From queries, keys and values [batch pos head d_head] to what is written to the stream [batch pos d_model]."""
+        s = self.sites
         if tap.wants(s.scores) or tap.wants(s.pattern):
             z = self._explicit(q, k, v, tap, edges)
         else:
@@ -91,6 +98,8 @@ class Attention(nn.Module):
         )
         return (z if any_edge is None else z * any_edge).transpose(1, 2)
 
+    # Views of the fused weights, indexed as researchers index them.
+
     @property
     def W_Q(self) -> Tensor:
         """[head d_model d_head], a view."""
@@ -133,6 +142,38 @@ class Attention(nn.Module):
 
     def _rows(self, fused: Tensor, part: int) -> Tensor:
         return fused.unflatten(0, (-1, self.config.head_size)).split(self.sizes)[part]
+
+
+class CrossAttention(Attention):
+    """Queries from the decoder's stream, keys and values from the encoder's last states of all source positions.
+
+    Without rotary or q/k norm: source and target positions have no common order.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, stack: str | None = None) -> None:
+        super().__init__(config, layer, stack)
+        names = ("q", "k", "v", "scores", "pattern", "z", "head_out")
+        self.sites = SimpleNamespace(**{name: getattr(self.sites, f"cross_{name}") for name in names})
+        self.q_norm = self.k_norm = None
+
+    def forward(self, t: Tensor, tap: Tap, memory: Memory, cache: KVCache | None = None) -> Tensor:  # type: ignore[override]
+        s, n_heads = self.sites, self.sizes[0]
+        q = tap(s.q, self._project(t, 0, n_heads))
+        if cache is not None and self.layer in cache.cross:
+            k, v = cache.cross[self.layer]
+        else:
+            k, v = self._project(memory.states, n_heads, sum(self.sizes)).split(self.sizes[1:], dim=-2)
+            k, v = tap(s.k, k), tap(s.v, v)
+            if cache is not None:
+                cache.cross[self.layer] = k, v
+        return self._attend(q, k, v, tap, memory.edges)
+
+    def _project(self, x: Tensor, first: int, last: int) -> Tensor:
+        """x by the fused matrix's heads first … last−1: [batch pos head d_head]."""
+        rows, bias = slice(first * self.config.head_size, last * self.config.head_size), self.qkv.bias
+        return F.linear(x, self.qkv.weight[rows], None if bias is None else bias[rows]).unflatten(
+            -1, (-1, self.config.head_size)
+        )
 
 
 def softmax_or_zero(scores: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from interp.model.attention import Attention
+from interp.model.attention import Attention, CrossAttention
 from interp.model.config import ModelConfig
 from interp.model.feedforward import FeedForward
-from interp.model.inputs import Edges, Inputs, KVCache, attention_edges, position_ids
+from interp.model.inputs import Edges, Inputs, InputsError, KVCache, Memory, attention_edges, position_ids
 from interp.model.norms import make_norm
 from interp.model.positions import rotary_table
 from interp.model.tap import Tap, as_tap
@@ -15,7 +17,10 @@ from interp.sites import layer_sites
 
 
 class Block(nn.Module):
-    """What pre-norm and post-norm blocks share: two norms, attention, and an FFN unless ffn="none"."""
+    """What pre-norm and post-norm blocks share: two norms, attention, an FFN unless ffn="none".
+
+    The decoder of an encoder-decoder has a third sublayer between them, cross-attention with its own norm.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, stack: str | None = None) -> None:
         super().__init__()
@@ -24,19 +29,29 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, stack)
         self.norm2 = None if config.ffn == "none" else make_norm(config, s.norm2_scale, s.norm2_hat)
         self.ffn = None if config.ffn == "none" else FeedForward(config, layer, stack)
+        crosses = config.kind == "encoder-decoder"
+        self.cross_norm: Any = make_norm(config, s.cross_norm_scale, s.cross_norm_hat) if crosses else None
+        self.cross_attention: Any = CrossAttention(config, layer, stack) if crosses else None
+        self.middle = s.resid_cross if crosses else s.resid_mid  # the stream that the FFN reads
+        self.middle_sum = s.resid_cross_sum if crosses else s.resid_mid_sum
 
 
 class PreNormBlock(Block):
     """x + Sublayer(LayerNorm(x)): components only add to the stream (7.27-7.32)."""
 
-    def forward(self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None) -> Tensor:
-        s = self.sites
+    def forward(
+        self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None
+    ) -> Tensor:
+        s, middle = self.sites, self.middle
         x = tap(s.resid_pre, x)
         t1 = tap(s.norm1, self.norm1(x, tap))  # t¹ = LayerNorm(x)                 (7.27)
         t2 = tap(s.attn_out, self.attention(t1, tap, edges, rotary, cache))  # t² = MHA(t¹, [t¹₁ …])  (7.28)
+        if self.cross_attention is not None:  # a decoder's second sublayer, added like the first
+            x = tap(s.resid_mid, t2 + x)
+            t2 = tap(s.cross_out, self.cross_attention(tap(s.cross_norm, self.cross_norm(x, tap)), tap, memory, cache))
         if self.ffn is None or self.norm2 is None:
             return tap(s.resid_post, t2 + x)
-        t3 = tap(s.resid_mid, t2 + x)  # t³ = t² + x                       (7.29)
+        t3 = tap(middle, t2 + x)  # t³ = t² + x                       (7.29)
         t4 = tap(s.norm2, self.norm2(t3, tap))  # t⁴ = LayerNorm(t³)                (7.30)
         t5 = tap(s.ffn_out, self.ffn(t4, tap))  # t⁵ = FFN(t⁴)                      (7.31)
         return tap(s.resid_post, t5 + t3)  # h = t⁵ + t³                       (7.32)
@@ -45,13 +60,18 @@ class PreNormBlock(Block):
 class PostNormBlock(Block):
     """LayerNorm(x + Sublayer(x)): the original transformer (Vaswani 2017); the stream itself is normed."""
 
-    def forward(self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None) -> Tensor:
-        s = self.sites
+    def forward(
+        self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None
+    ) -> Tensor:
+        s, norm, middle, middle_sum = self.sites, self.norm1, self.middle, self.middle_sum
         x = tap(s.resid_pre, x)
         t2 = tap(s.attn_out, self.attention(x, tap, edges, rotary, cache))
+        if self.cross_attention is not None:  # a decoder's second sublayer, added and normed like the first
+            x, norm = tap(s.resid_mid, self.norm1(tap(s.resid_mid_sum, t2 + x), tap)), self.cross_norm
+            t2 = tap(s.cross_out, self.cross_attention(x, tap, memory, cache))
         if self.ffn is None or self.norm2 is None:
-            return tap(s.resid_post, self.norm1(tap(s.resid_post_sum, t2 + x), tap))
-        t3 = tap(s.resid_mid, self.norm1(tap(s.resid_mid_sum, t2 + x), tap))  # t³ = LayerNorm(t² + x)
+            return tap(s.resid_post, norm(tap(s.resid_post_sum, t2 + x), tap))
+        t3 = tap(middle, norm(tap(middle_sum, t2 + x), tap))  # t³ = LayerNorm(t² + x)
         t5 = tap(s.ffn_out, self.ffn(t3, tap))
         return tap(s.resid_post, self.norm2(tap(s.resid_post_sum, t5 + t3), tap))  # h = LayerNorm(t⁵ + t³)
 
@@ -72,18 +92,24 @@ class Blocks(nn.ModuleList):
         tap: Tap | None = None,
         inputs: Inputs | None = None,
         keys_values: KVCache | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """stream [batch pos d_model] before block `start` -> after block `stop`−1.
 
         inputs gives mask and positions (None: all real, positions from 0). keys_values holds earlier positions
-        and is extended by the stream's.
+        and is extended by the stream's. memory: what cross-attention reads (default: the one in keys_values); an
+        encoder-decoder's blocks need one. Raises InputsError without it.
         """
         tap = as_tap(tap)
         inputs = inputs or Inputs(stream.new_zeros(stream.shape[:2]).long())
+        if memory is None and keys_values is not None:
+            memory = keys_values.memory
+        if memory is None and self.config.kind == "encoder-decoder":
+            raise InputsError("the decoder's blocks read the encoder: memory=None is not allowed; allowed: model.encode(inputs)")
         edges = attention_edges(self.config, inputs, keys_values)
         rotary = None
         if self.config.positions == "rotary":
             rotary = rotary_table(self.config, position_ids(inputs, keys_values), stream.dtype)
         for layer in range(start, stop):
-            stream = self[layer](stream, tap, edges, rotary, keys_values)
+            stream = self[layer](stream, tap, edges, rotary, keys_values, memory)
         return stream

@@ -40,7 +40,9 @@ class ModelConfig:
     bias: True = {"qkv", "attn_out", "ffn"}, False = none, or a set of those and "unembed"; a norm's offset belongs
     to the norm. qk_norm: RMSNorm of each head's q and k. window: a query sees keys less than this
     far away (a decoder: at most this many last ones, itself included; a prefix is seen regardless).
-    embedding_norm: a norm between embeddings and the first block. n_segments: segment embeddings, 0 = none.
+    embedding_norm: a norm between embeddings and the first block. kind "encoder-decoder": both stacks share the token
+    and position embeddings; n_encoder_layers: n_layers; rotary, q/k norm and window are self-attention's, cross-attention
+    has none of them; final_norm gives both stacks one. n_segments: segment embeddings, 0 = none.
     attention_scale: factor on q·k, default 1/sqrt(d_head). head: False leaves out the unembedding.
     Raises ConfigError naming the value and what is allowed.
     """
@@ -175,7 +177,9 @@ class ModelConfig:
         if not self.head:
             _require(not self.tied_embeddings, "tied_embeddings", self.tied_embeddings, "False for head=False")
             _require("unembed" not in self.biases, "bias", set(self.biases), "a set without 'unembed' for head=False")
-        if self.kind != "encoder-decoder":
+        if self.kind == "encoder-decoder":
+            _require(self.n_segments == 0, "n_segments", self.n_segments, "0 for kind='encoder-decoder'")
+        else:
             _require(self.n_encoder_layers is None, "n_encoder_layers", self.n_encoder_layers,
                      f"None for kind={self.kind!r}")  # fmt: skip
 
@@ -218,6 +222,11 @@ class ModelConfig:
     def rotates(self) -> bool:
         """Whether q and k change between their projections and the scores (rotary or q/k norm)."""
         return self.positions == "rotary" or self.qk_norm
+
+    @property
+    def encoder(self) -> ModelConfig:
+        """The encoder of an encoder-decoder as a config of its own: the same block, every edge."""
+        return dataclasses.replace(self, kind="encoder", n_layers=self.n_encoder_layers, n_encoder_layers=None)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` reads them back."""

@@ -24,8 +24,8 @@ class InputsError(ValueError):
 class Inputs:
     """A batch of sequences.
 
-    tokens [batch pos] int. mask [batch pos] bool, True = real token, None = all real. source, source_mask: the
-    encoder's tokens. prefix_length [batch]: how many real tokens form a prefix decoder's prefix. embeddings
+    tokens [batch pos] int. mask [batch pos] bool, True = real token, None = all real. source, source_mask
+    [batch source_pos]: what an encoder-decoder's encoder reads (tokens are the decoder's). prefix_length [batch]: how many real tokens form a prefix decoder's prefix. embeddings
     [batch pos d_model]: used instead of the token embeddings. segments [batch pos] int.
     roles: names for per-example positions, name -> int tensor [batch]; `at` and metrics accept the names.
     """
@@ -55,6 +55,13 @@ class Inputs:
             return torch.full((self.batch,), self.length - 1, device=self.tokens.device)
         index = torch.arange(self.length, device=self.tokens.device)
         return torch.where(self.mask, index, -1).amax(1)
+
+    @property
+    def encoder(self) -> Inputs:
+        """What the encoder of an encoder-decoder reads: `source` and its mask. Roles keep their names."""
+        if self.source is None:
+            raise InputsError("kind='encoder-decoder' needs source= [batch source_pos] beside the target's tokens; got None")
+        return Inputs(self.source, mask=self.source_mask, roles=self.roles)
 
     def to(self, device: torch.device | str) -> Inputs:
         """The same inputs on `device`."""
@@ -97,6 +104,18 @@ def _is_text(inputs: Any) -> bool:
     return isinstance(inputs, str) or (isinstance(inputs, list | tuple) and bool(inputs) and isinstance(inputs[0], str))
 
 
+def teacher_forced(targets: Tensor, bos: int, **fields: Any) -> Inputs:
+    """Inputs for one parallel pass over known targets [batch pos]: shifted right, BOS first, so position i predicts target i.
+
+    fields: the other fields of Inputs, such as source=. Padding of the targets (mask=, over targets) shifts with them.
+    """
+    bos_column = torch.full_like(targets[:, :1], bos)
+    mask = fields.pop("mask", None)
+    if mask is not None:  # position i holds target i-1; the first position is BOS, which is real
+        mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)
+    return Inputs(torch.cat([bos_column, targets[:, :-1]], 1), mask=mask, **fields)
+
+
 class KVCache:
     """Keys and values of the positions already computed, so that generation only computes new ones.
 
@@ -107,6 +126,8 @@ class KVCache:
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.cross: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> cross-attention's keys and values of the source
+        self.memory: Memory | None = None  # an encoder-decoder's source, encoded once
         self.mask: Tensor | None = None  # [batch pos] of every cached position, None while all are real
         self.length = 0
 
@@ -168,10 +189,24 @@ class Edges:
         return self.mask
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a decoder's cross-attention reads: the encoder's last states [batch source_pos d_model] and who may read them."""
+
+    states: Tensor
+    edges: Edges
+
+
+def cross_edges(inputs: Inputs) -> Edges:
+    """Every target position reads every real source position."""
+    mask = inputs.source_mask
+    return Edges(None if mask is None else mask[:, None, None], False, mask is not None)
+
+
 def attention_edges(config: ModelConfig, inputs: Inputs, cache: KVCache | None = None) -> Edges:
     """The edges that a model's kind, window and padding admit (TEXTBOOK A2).
 
-    decoder: key <= query. encoder: all. prefix-decoder: key <= query, or key inside the prefix.
+    decoder (also an encoder-decoder's): key <= query. encoder: all. prefix-decoder: key <= query, or key inside the prefix.
     """
     start = 0 if cache is None else cache.length
     n_key = start + inputs.length

@@ -7,38 +7,56 @@ from interp.sites import Site
 
 
 def ordered_sites(config: ModelConfig) -> tuple[Site, ...]:
-    """Every site of a single-stack model, in the order in which it is reached."""
-    sites = [Site("embed")]
-    if config.positions in ("learned", "sinusoidal"):
-        sites.append(Site("pos_embed"))
-    names = _block_names(config)
-    sites += [Site(name, layer) for layer in range(config.n_layers) for name in names]
-    if config.final_norm:
-        sites += [Site("final_scale"), Site("final_hat"), Site("final")]
-    return (*sites, Site("logits")) if config.head else tuple(sites)
+    """Every site of a model, in the order in which it is reached; an encoder-decoder's encoder first."""
+    if config.kind != "encoder-decoder":
+        return tuple(_stack_sites(config, None, config.head))
+    encoder = _stack_sites(config.encoder, "encoder", head=False)
+    if not config.final_norm:  # cross-attention reads the encoder's output at one place, normed or not
+        encoder.append(Site("final", stack="encoder"))
+    return (*encoder, *_stack_sites(config, "decoder", config.head))
 
 
-def _block_names(config: ModelConfig) -> list[str]:
-    attention = ["q", "k", "v"]
-    attention += ["q_rot", "k_rot"] if config.rotates else []
-    attention += ["scores", "pattern", "z", "head_out", "attn_out"]
-    if config.norm_position == "post":
-        return _post_norm_names(config, attention)
-    names = ["resid_pre", *_inner(config, 1), "norm1", *attention]
+def _stack_sites(config: ModelConfig, stack, head: bool) -> list[Site]:
+    outer = ["embed", *(["pos_embed"] if config.positions in ("learned", "sinusoidal") else [])]
+    names = _post_norm_names(config) if config.norm_position == "post" else _pre_norm_names(config)
+    sites = [Site(name, None, stack) for name in outer]
+    sites += [Site(name, layer, stack) for layer in range(config.n_layers) for name in names]
+    outer = ["final_scale", "final_hat", "final"] if config.final_norm else []
+    return sites + [Site(name, None, stack) for name in [*outer, *(["logits"] if head else [])]]
+
+
+def _attention_names(config: ModelConfig) -> list[str]:
+    rotated = ["q_rot", "k_rot"] if config.rotates else []
+    return ["q", "k", "v", *rotated, "scores", "pattern", "z", "head_out", "attn_out"]
+
+
+_CROSS = [f"cross_{name}" for name in ("q", "k", "v", "scores", "pattern", "z", "head_out", "out")]
+
+
+def _pre_norm_names(config: ModelConfig) -> list[str]:
+    names = ["resid_pre", *_inner(config, "norm1"), "norm1", *_attention_names(config)]
+    middle = "resid_mid"
+    if config.kind == "encoder-decoder":
+        names += ["resid_mid", *_inner(config, "cross_norm"), "cross_norm", *_CROSS]
+        middle = "resid_cross"
     if config.ffn != "none":
-        names += ["resid_mid", *_inner(config, 2), "norm2", *_ffn_names(config)]
+        names += [middle, *_inner(config, "norm2"), "norm2", *_ffn_names(config)]
     return [*names, "resid_post"]
 
 
-def _post_norm_names(config: ModelConfig, attention: list[str]) -> list[str]:
-    if config.ffn == "none":
-        return ["resid_pre", *attention, "resid_post_sum", *_inner(config, 1), "resid_post"]
-    names = ["resid_pre", *attention, "resid_mid_sum", *_inner(config, 1), "resid_mid", *_ffn_names(config)]
-    return [*names, "resid_post_sum", *_inner(config, 2), "resid_post"]
+def _post_norm_names(config: ModelConfig) -> list[str]:
+    names, middle, norm = ["resid_pre", *_attention_names(config)], "resid_mid", "norm1"
+    if config.kind == "encoder-decoder":
+        names += ["resid_mid_sum", *_inner(config, "norm1"), "resid_mid", *_CROSS]
+        middle, norm = "resid_cross", "cross_norm"
+    if config.ffn != "none":
+        names += [f"{middle}_sum", *_inner(config, norm), middle, *_ffn_names(config)]
+        norm = "norm2"
+    return [*names, "resid_post_sum", *_inner(config, norm), "resid_post"]
 
 
-def _inner(config: ModelConfig, number: int) -> list[str]:
-    return [] if config.norm == "none" else [f"norm{number}_scale", f"norm{number}_hat"]
+def _inner(config: ModelConfig, norm: str) -> list[str]:
+    return [] if config.norm == "none" else [f"{norm}_scale", f"{norm}_hat"]
 
 
 def _ffn_names(config: ModelConfig) -> list[str]:

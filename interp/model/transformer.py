@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from interp.model.block import Blocks
-from interp.model.config import ConfigError, ModelConfig
-from interp.model.inputs import Inputs, InputsError, KVCache, as_inputs, position_ids
+from interp.model.config import ModelConfig
+from interp.model.inputs import Inputs, InputsError, KVCache, Memory, as_inputs, cross_edges, position_ids
 from interp.model.layers import embedding, linear
 from interp.model.layout import ordered_sites
 from interp.model.norms import make_norm
@@ -23,8 +23,24 @@ FFN_WEIGHTS = ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")
 MODEL_WEIGHTS = ("W_E", "W_U", "b_U", "W_pos")
 
 
+class Encoder(nn.Module):
+    """The encoder of an encoder-decoder: the same blocks, every edge; its embeddings are the decoder's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        s = self.site_names = model_sites("encoder")
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.blocks = Blocks(config, "encoder")
+        self.final_norm = make_norm(config, s.final_scale, s.final_hat) if config.final_norm else None
+
+    def forward(self, x: Tensor, tap: Tap, inputs: Inputs) -> Tensor:
+        """x [batch source_pos d_model], embedded -> the states that cross-attention reads, same shape."""
+        states = self.blocks(x, 0, len(self.blocks), tap, inputs)
+        return tap(self.site_names.final, states if self.final_norm is None else self.final_norm(states, tap))
+
+
 class Transformer(nn.Module):
-    """logits = head(final_norm(blocks(embed(tokens) + positions))).
+    """logits = head(final_norm(blocks(embed(tokens) + positions))); an encoder-decoder's blocks also read encode(source).
 
     `model(inputs, tap=None, kv_cache=None)` -> logits [batch pos vocab] (the stream when head=False). Weights are
     drawn from `seed` alone: N(0, 1/d_in) for matrices, the two that write to the stream divided by sqrt(2 n_layers)
@@ -36,21 +52,20 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
-        if config.kind == "encoder-decoder":
-            raise ConfigError(f"Transformer builds one stack: kind={config.kind!r} is not allowed; allowed: 'decoder', "
-                              "'encoder', 'prefix-decoder'")  # fmt: skip
-        self.config, self.site_names = config, model_sites()
+        two = config.kind == "encoder-decoder"
+        self.config, self.site_names = config, model_sites("decoder" if two else None)
         self.sites: tuple[Site, ...] = ordered_sites(config)
         self.embedding = embedding(config.vocab, config.d_model)
         self.W_pos = nn.Parameter(torch.empty(config.n_ctx, config.d_model)) if config.positions == "learned" else None
         self.segment_embedding = embedding(config.n_segments, config.d_model) if config.n_segments else None
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
-        self.blocks = Blocks(config)
+        self.blocks = Blocks(config, "decoder" if two else None)
         s = self.site_names
         self.final_norm = make_norm(config, s.final_scale, s.final_hat) if config.final_norm else None
         untied = config.head and not config.tied_embeddings
         self.unembedding = linear(config.d_model, config.vocab, bias=False) if untied else None
         self.b_U = nn.Parameter(torch.zeros(config.vocab)) if "unembed" in config.biases else None
+        self.encoder = Encoder(config.encoder) if two else None
         if seed is not None:  # None: the caller fills the weights
             self.reset(seed)
 
@@ -75,18 +90,40 @@ class Transformer(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     def forward(self, inputs: Any, tap: Tap | Any = None, kv_cache: KVCache | None = None) -> Tensor:
+        return self.unembed(self.stream(inputs, tap, kv_cache), tap)
+
+    def stream(self, inputs: Any, tap: Any = None, kv_cache: KVCache | None = None) -> Tensor:
+        """The stream after the last block [batch pos d_model]: everything but the final norm and the head."""
         inputs, tap = as_inputs(inputs), as_tap(tap)
         if kv_cache is not None and self.config.kind == "encoder":
             raise InputsError("kind='encoder' cannot use kv_cache: earlier positions read later ones; allowed: None")
-        stream = self.embed(inputs, tap, kv_cache)
-        stream = self.blocks(stream, 0, self.config.n_layers, tap, inputs, kv_cache)
+        memory = self.encode(inputs, tap, kv_cache) if self.encoder is not None else None
+        x = self.embed(inputs, tap, kv_cache)
+        stream = self.blocks(x, 0, self.config.n_layers, tap, inputs, kv_cache, memory)
         if kv_cache is not None:
             kv_cache.advance(inputs)
-        return self.unembed(stream, tap)
+        return stream
+
+    def encode(self, inputs: Inputs, tap: Any = None, kv_cache: KVCache | None = None) -> Memory:
+        """What an encoder-decoder's cross-attention reads of `inputs.source`; with a cache, encoded once. InputsError."""
+        if self.encoder is None:
+            raise InputsError(f"kind={self.config.kind!r} has no encoder to run; allowed: 'encoder-decoder'")
+        if kv_cache is not None and kv_cache.memory is not None:
+            return kv_cache.memory
+        source, tap = inputs.encoder, as_tap(tap)
+        x = self._embed(source, tap, self.encoder.site_names, None, self.encoder.embedding_norm)
+        memory = Memory(self.encoder(x, tap, source), cross_edges(inputs))
+        if kv_cache is not None:
+            kv_cache.memory = memory
+        return memory
 
     def embed(self, inputs: Inputs, tap: Any = None, kv_cache: KVCache | None = None) -> Tensor:
         """Token + position (+ segment) embeddings [batch pos d_model]: x of the first block."""
-        tap, s, config = as_tap(tap), self.site_names, self.config
+        return self._embed(inputs, as_tap(tap), self.site_names, kv_cache, self.embedding_norm)
+
+    def _embed(self, inputs: Inputs, tap: Tap, s: Any, kv_cache: KVCache | None, norm: nn.Module | None) -> Tensor:
+        """One stack's embeddings, its sites `s` and its embedding norm."""
+        config = self.config
         x = self.embedding(inputs.tokens) if inputs.embeddings is None else inputs.embeddings
         x = tap(s.embed, x)
         if config.positions in ("learned", "sinusoidal"):
@@ -96,7 +133,7 @@ class Transformer(nn.Module):
         if self.segment_embedding is not None:
             segments = torch.zeros_like(inputs.tokens) if inputs.segments is None else inputs.segments
             x = x + self.segment_embedding(segments)
-        return x if self.embedding_norm is None else self.embedding_norm(x, tap)
+        return x if norm is None else norm(x, tap)
 
     def unembed(self, stream: Tensor, tap: Any = None) -> Tensor:
         """Final norm and head: stream [… d_model] -> logits [… vocab]."""
@@ -121,19 +158,24 @@ class Transformer(nn.Module):
         return (self.embedding.weight if self.unembedding is None else self.unembedding.weight).T
 
     def weight(self, kind: str, layer: int | None = None, stack: str | None = None) -> Tensor | None:
-        """The weight named `kind` ("W_Q" … "b_out" with a layer; "W_E", "W_U", "b_U", "W_pos"), None when absent."""
-        if stack is not None:
-            raise ValueError(f"stack={stack!r}: kind={self.config.kind!r} has one stack; allowed: None")
+        """The weight named `kind`, None when absent: "W_Q" … "b_out" and "cross_W_Q" … "cross_b_O" with a layer, or "W_E",
+        "W_U", "b_U", "W_pos", which both stacks of an encoder-decoder share. stack: its "decoder" (default) or "encoder".
+        """
+        allowed = ("encoder", "decoder") if self.encoder is not None else ()
+        if stack is not None and stack not in allowed:
+            raise ValueError(f"stack={stack!r} is not allowed for kind={self.config.kind!r}; allowed: {(None, *allowed)}")
         if kind in MODEL_WEIGHTS:
             return getattr(self, kind)
-        if kind not in ATTENTION_WEIGHTS + FFN_WEIGHTS:
-            allowed = ", ".join(ATTENTION_WEIGHTS + FFN_WEIGHTS + MODEL_WEIGHTS)
-            raise ValueError(f"unknown weight {kind!r}; allowed: {allowed}")
-        if layer is None or not 0 <= layer < self.config.n_layers:
-            raise ValueError(f"layer={layer!r} for {kind!r} is not allowed; allowed: 0 … {self.config.n_layers - 1}")
-        block: Any = self.blocks[layer]
-        part = block.attention if kind in ATTENTION_WEIGHTS else block.ffn
-        return None if part is None else getattr(part, kind)
+        name, crosses = kind.removeprefix("cross_"), kind.startswith("cross_")
+        if name not in ATTENTION_WEIGHTS + (() if crosses else FFN_WEIGHTS):
+            known = (*ATTENTION_WEIGHTS, *FFN_WEIGHTS, *MODEL_WEIGHTS, *(f"cross_{name}" for name in ATTENTION_WEIGHTS))
+            raise ValueError(f"unknown weight {kind!r}; allowed: {', '.join(known)}")
+        blocks: Any = self.encoder.blocks if self.encoder is not None and stack == "encoder" else self.blocks
+        if layer is None or not 0 <= layer < len(blocks):
+            raise ValueError(f"layer={layer!r} for {kind!r} is not allowed; allowed: 0 … {len(blocks) - 1}")
+        block = blocks[layer]
+        part = block.cross_attention if crosses else block.attention if name in ATTENTION_WEIGHTS else block.ffn
+        return None if part is None else getattr(part, name)
 
     @property
     def device(self) -> torch.device:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from interp.at import POSITION_AXES, side
 from interp.hookable import Hookable, require_head
 from interp.interventions import Replace
 from interp.metrics import Metric, evaluate
 from interp.model.inputs import Inputs
 from interp.run import Run, prepare, run
-from interp.sites import SITES, Site, expand
+from interp.sites import SITES, Site, SiteSpec, expand
 from interp.sweep.result import SweepResult
 
 AXES = ("layer", "position", "role", "head", "neuron")
@@ -42,7 +43,8 @@ def patch_sweep(
 ) -> SweepResult:
     """The metric after each patch, one forward pass per cell, all examples in its batch.
 
-    clean, corrupted: inputs of equal shape, row i of both forming a pair. sites: per-layer site names. by: the axes to
+    clean, corrupted: inputs of equal shape, row i of both forming a pair. sites: per-layer site names, in an
+    encoder-decoder with their stack ("encoder.resid_post"; positions of its encoder are the source's). by: the axes to
     sweep, a subset of "layer", "position" or "role" (the inputs' named positions), "head", "neuron"; an axis left out is
     patched whole (without "layer": every layer's site at once). direction: denoising writes clean values into the
     corrupted run (sufficiency), noising the reverse (necessity). positions: only these, default all.
@@ -54,7 +56,11 @@ def patch_sweep(
     names = [sites] if isinstance(sites, str) else list(sites)
     by = (by,) if isinstance(by, str) else tuple(by)
     _check(model, clean, corrupted, names, by, direction, engine)
-    _check_positions(clean, by, positions)
+    for name in names:
+        where = expand(name, model.sites)[0]
+        for axis in where.spec.axes:
+            if axis in POSITION_AXES:
+                _check_positions(side(where, axis, clean), by, positions)
     wanted = [site for name in names for site in expand(name, model.sites)]
     runs = {"clean": run(model, clean, record=wanted), "corrupted": run(model, corrupted, record=wanted)}
     source, base = (
@@ -91,7 +97,7 @@ def patch_sweep(
 def _patches(model: Hookable, name: str, cell: dict[str, Any], source: Run, inputs: Inputs) -> Iterator[Replace]:
     """The interventions of one cell: one, or one per layer when layers are not swept."""
     at = []
-    for axis in SITES[name].axes:
+    for axis in _spec(name).axes:
         key = next((key for key in cell if axis in _AXIS_OF.get(key, ())), None)
         at.append(slice(None) if key is None else cell[key])
     for site in expand(name, model.sites):
@@ -104,7 +110,7 @@ def _grid(
 ) -> tuple[list, ...]:
     """The coordinates of each swept axis of one site."""
     found = expand(name, model.sites)
-    shape = dict(zip(SITES[name].axes, base.cache[found[0]].shape[1:], strict=True))
+    shape = dict(zip(_spec(name).axes, base.cache[found[0]].shape[1:], strict=True))
     sizes: dict[str, list] = {"layer": [site.layer for site in found], "role": list(base.inputs.roles)}
     for axis, candidates in _AXIS_OF.items():
         size = next((shape[candidate] for candidate in candidates if candidate in shape), None)
@@ -116,13 +122,9 @@ def _grid(
 
 
 def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, engine: str) -> None:
-    if clean.tokens.shape != corrupted.tokens.shape:
-        raise SweepError(f"clean prompts have shape {tuple(clean.tokens.shape)} and corrupted ones "
-                         f"{tuple(corrupted.tokens.shape)} [batch pos]; pairs must have equal length")  # fmt: skip
-    masks = [torch.ones_like(x.tokens, dtype=torch.bool) if x.mask is None else x.mask for x in (clean, corrupted)]
-    if not torch.equal(*masks):
-        rows = (masks[0] != masks[1]).any(1).nonzero()[:, 0].tolist()
-        raise SweepError(f"clean and corrupted prompts of pair(s) {rows[:5]} have different lengths or padding")
+    _check_pairs(clean, corrupted, "prompts")
+    if clean.source is not None:
+        _check_pairs(clean.encoder, corrupted.encoder, "sources")
     for value, allowed, what in (
         (direction, ("denoising", "noising"), "direction"),
         (engine, ("reference",), "engine"),
@@ -134,10 +136,13 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
     if not names:
         raise SweepError("sites is empty: nothing to patch")
     for name in names:
-        if not isinstance(name, str) or name not in SITES:
+        if not isinstance(name, str) or name.split(".")[-1] not in SITES or name.partition(".")[0].isdecimal():
             raise SweepError(f"sites holds {name!r}; allowed: names without a layer, such as 'z' or 'attn_out' (layers are an "
                              "axis of the sweep)")  # fmt: skip
-        for site in expand(name, model.sites):
+        found = expand(name, model.sites)
+        if len({site.stack for site in found}) > 1:
+            raise SweepError(f"sites holds {name!r}, which both stacks have; allowed: 'encoder.{name}', 'decoder.{name}'")
+        for site in found:
             for axis in by:
                 if axis != "layer" and not set(_AXIS_OF[axis]) & set(site.spec.axes):
                     raise SweepError(
@@ -147,6 +152,21 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
                     raise SweepError(f"site '{site}' has no layer: it cannot be swept by 'layer'")
     if "role" in by:
         _check_roles(clean, corrupted)
+
+
+def _spec(name: str) -> SiteSpec:
+    """The dictionary's entry of 'resid_post' or 'encoder.resid_post'."""
+    return SITES[name.split(".")[-1]]
+
+
+def _check_pairs(clean: Inputs, corrupted: Inputs, what: str) -> None:
+    if clean.tokens.shape != corrupted.tokens.shape:
+        raise SweepError(f"clean {what} have shape {tuple(clean.tokens.shape)} and corrupted ones "
+                         f"{tuple(corrupted.tokens.shape)} [batch pos]; pairs must have equal length")  # fmt: skip
+    masks = [torch.ones_like(x.tokens, dtype=torch.bool) if x.mask is None else x.mask for x in (clean, corrupted)]
+    if not torch.equal(*masks):
+        rows = (masks[0] != masks[1]).any(1).nonzero()[:, 0].tolist()
+        raise SweepError(f"clean and corrupted {what} of pair(s) {rows[:5]} have different lengths or padding")
 
 
 def _check_positions(clean: Inputs, by: Sequence[str], positions: Sequence[int] | None) -> None:
