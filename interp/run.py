@@ -103,7 +103,7 @@ def run(
     """
     inputs = prepare(model, inputs, tokenizer, prefix)
     changes = (change,) if isinstance(change, Intervention) else tuple(change)
-    tap = _RunTap(model, inputs, record_sites(model, record), changes, tuple(wanted), keep_graph=grad)
+    tap = RunTap(model, inputs, record_sites(model, record), changes, tuple(wanted), keep_graph=grad)
     with torch.set_grad_enabled(grad):
         logits = model(inputs, tap)
     tap.check_reached()
@@ -215,10 +215,10 @@ def check_weights(model: Any) -> None:
             raise NaNWeightsError(f"weight {name!r} has {bad} NaN or infinite entries of {parameter.numel()}")
 
 
-class _RunTap:
+class RunTap:
     """Applies changes, then records; belongs to one forward pass."""
 
-    def __init__(self, model, inputs, record, changes, wanted, keep_graph) -> None:
+    def __init__(self, model, inputs, record, changes, wanted=(), keep_graph=False) -> None:
         self.inputs, self.keep_graph, self.output = inputs, keep_graph, model.sites[-1]
         self.record = set(record)
         self.changes: dict[Site, list[Intervention]] = {}
@@ -242,10 +242,14 @@ class _RunTap:
             return value
         self.reached.add(site)
         for change in self.changes.get(site, ()):
-            value = change.apply(value, self.inputs)
+            value = self.changed(site, value, change)
         if site in self.record:
             self.recorded[site] = self._keep(site, value)
         return value
+
+    def changed(self, site: Site, value: Tensor, change: Intervention) -> Tensor:
+        """The value after one change."""
+        return change.apply(value, self.inputs)
 
     def _keep(self, site: Site, value: Tensor) -> Tensor:
         """The value itself where nothing else can write to it, else a copy (stream entering a block = leaving the last)."""
