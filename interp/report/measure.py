@@ -23,7 +23,8 @@ from interp.hookable import Hookable
 from interp.metrics import evaluate, logit_difference
 from interp.run import run
 from interp.sweep import SweepResult, patch_sweep
-from interp.tasks.facts import Pairs, Prompts
+from interp.tasks.facts import Prompts
+from interp.tasks.task import Pairs
 
 STREAM_SITES = ("resid_pre", "attn_out", "ffn_out")
 

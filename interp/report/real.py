@@ -15,7 +15,8 @@ from interp.report import measure
 from interp.report.page import Section
 from interp.report.parts import Part, fingerprint, part
 from interp.report.show import agreement_table, lens_figure, memory_tables, parameter_words, peak_words
-from interp.tasks.facts import DATA, FactSet, Pairs, Prompts, real_facts, replacement_pairs
+from interp.tasks.facts import DATA, FactSet, Prompts, real_facts, replacement_pairs
+from interp.tasks.task import Pairs
 from interp.tokens import labels
 
 RELATION, TEMPLATE = (

@@ -11,7 +11,8 @@ from interp.report import measure
 from interp.report.page import Section
 from interp.report.parts import Part, fingerprint, part
 from interp.report.show import agreement_table, lens_figure, memory_tables, parameter_words, peak_words
-from interp.tasks.facts import ROLES, Pairs, replacement_pairs
+from interp.tasks.facts import ROLES, replacement_pairs
+from interp.tasks.task import Pairs
 from interp.tasks.toy_facts import ToyFacts
 from interp.training import Trained, train
 

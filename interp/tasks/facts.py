@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from interp.model.inputs import Inputs
+from interp.tasks.task import Pairs
 from interp.tokens import Tokenizer, as_tokenizer, pad
 
 ROLES: tuple[str, ...] = ("subject", "subject_last", "relation", "final")
@@ -47,24 +48,6 @@ class Prompts:
         index = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows)
         chosen = torch.as_tensor(index)
         return Prompts(self.inputs.select(chosen), self.answers[chosen], self.table.iloc[index].reset_index(drop=True))
-
-
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """Symmetric token replacement: clean and corrupted prompts that differ in the subject and in the answer.
-
-    Row i of both has the same template, relation, length and role positions. correct, wrong: first tokens of the clean
-    and of the corrupted answer [batch].
-    """
-
-    clean: Inputs
-    corrupted: Inputs
-    correct: Tensor
-    wrong: Tensor
-    table: pd.DataFrame
-
-    def __len__(self) -> int:
-        return len(self.table)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +138,7 @@ def _need_columns(table: pd.DataFrame, names: Sequence[str], what: str) -> None:
 
 
 def replacement_pairs(prompts: Prompts, seed: int = 0) -> Pairs:
-    """Pair each prompt with another of the same template, relation, length and role positions but another answer.
+    """Symmetric token replacement: pair each prompt with another of the same template, relation, length and role positions but another answer.
 
     Each prompt that has a partner is clean once; partners are drawn from `seed`. FactsError when none has one.
     """

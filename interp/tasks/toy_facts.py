@@ -22,6 +22,7 @@ from torch import Tensor
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
 from interp.tasks.facts import FactSet, Prompts
+from interp.tasks.task import Batch, Goal, TaskError
 from interp.tasks.train_config import TrainConfig
 from interp.tokens import Vocabulary
 
@@ -176,19 +177,6 @@ TEMPLATES = (
 )
 
 
-class TaskError(ValueError):
-    """A task's option outside its range."""
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """inputs; the positions read [batch n]; the token wanted at each [batch n]."""
-
-    inputs: Inputs
-    positions: Tensor
-    targets: Tensor
-
-
 @dataclass(frozen=True)
 class ToyFacts:
     """`n_subjects` people (at most 4,096), their facts drawn from `seed`.
@@ -240,10 +228,19 @@ class ToyFacts:
         out = (self.prompts.table["held_out"] == self.prompts.table["template"]).to_numpy()
         return {"train": self.prompts.select(~out), "held_out": self.prompts.select(out)}
 
+    @cached_property
+    def _evaluation(self) -> dict[str, Batch]:
+        return {name: as_batch(prompts) for name, prompts in self.splits.items()}
+
     @property
-    def success(self) -> Mapping[str, float]:
-        """Accuracy per split that counts as learned."""
-        return {"train": 0.999, "held_out": 0.99}
+    def evaluation(self) -> Mapping[str, Batch]:
+        """Every prompt of `splits`, asked for its answer at the final position."""
+        return self._evaluation
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """All but one in a thousand by heart, 99% in the template that was never seen with the fact."""
+        return Goal("train", "accuracy", 0.999), Goal("held_out", "accuracy", 0.99)
 
     def model_config(self, **changes: Any) -> ModelConfig:
         """The textbook's pre-norm block with SwiGLU, two layers, d_model 64 (128 for over 1,024 subjects)."""

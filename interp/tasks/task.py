@@ -1,0 +1,124 @@
+"""What every task gives: batches to train on, batches to be judged on, goals, and contrast pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from interp.model.config import ModelConfig
+from interp.model.inputs import Inputs
+from interp.tasks.train_config import TrainConfig
+
+NOT_ASKED = -100  # the target of a position at which nothing is asked; cross-entropy skips it
+
+
+class TaskError(ValueError):
+    """A task's option outside its range."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """inputs; the positions read [batch n]; the token wanted at each [batch n], NOT_ASKED where nothing is."""
+
+    inputs: Inputs
+    positions: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return self.inputs.batch
+
+    def select(self, rows: slice) -> Batch:
+        """The examples of a slice."""
+        return Batch(self.inputs.select(rows), self.positions[rows], self.targets[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Contrast pairs: clean and corrupted prompts of equal length whose right answers differ.
+
+    Row i of both has the same length and role positions. correct, wrong: first tokens of the clean and of the corrupted
+    answer [batch]. position: where the answer is read, as metrics take it (an int or a role).
+    """
+
+    clean: Inputs
+    corrupted: Inputs
+    correct: Tensor
+    wrong: Tensor
+    table: pd.DataFrame
+    position: int | str = -1
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that counts as learned, on one split.
+
+    quantity: "accuracy" (share of asked tokens that are the model's most likely), "exact" (share of examples with all of
+    them right; for a decoder that is greedy generation's exact match) are wanted at least; "nats" (mean cross-entropy per
+    asked token) at most.
+    """
+
+    split: str
+    quantity: Literal["accuracy", "exact", "nats"]
+    value: float
+
+    def met(self, found: float) -> bool:
+        """Whether a measured value is good enough."""
+        return found <= self.value if self.quantity == "nats" else found >= self.value
+
+    def __str__(self) -> str:
+        sign = "at most" if self.quantity == "nats" else "at least"
+        return f"{self.split} {self.quantity} {sign} {self.value:g}"
+
+
+class Task(Protocol):
+    """What the training loop needs. `batch` is a function of (step, size, seed) alone, so resuming needs no state."""
+
+    @property
+    def name(self) -> str:
+        """What the progress bar and the folder call it."""
+        ...
+
+    @property
+    def evaluation(self) -> Mapping[str, Batch]:
+        """Examples to be judged on, by split."""
+        ...
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """What counts as learned: all of these at once."""
+        ...
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        """The training batch of a step."""
+        ...
+
+    def model_config(self) -> ModelConfig:
+        """The task's default model."""
+        ...
+
+    def train_config(self) -> TrainConfig:
+        """How the default model learns it on two CPU cores."""
+        ...
+
+
+def stream(seed: int, step: int) -> torch.Generator:
+    """The random numbers of a training step: a function of (seed, step) alone."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+
+def held_out(number: int = 0) -> torch.Generator:
+    """Random numbers that no training step of a seed below 10⁶ draws; `number` tells evaluation sets and pairs apart."""
+    return torch.Generator().manual_seed((1 << 41) + number)
+
+
+def distinct(batch: int, n: int, of: int, generator: torch.Generator) -> Tensor:
+    """`n` different ints of 0 … of−1 per row, in random order [batch n]."""
+    return torch.rand(batch, of, generator=generator).argsort(1)[:, :n]
