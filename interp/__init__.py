@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
 from interp.analyses.logit_lens import logit_lens
-from interp.generate import generate
+from interp.generate import Generated, generate
 from interp.hookable import Hookable
 from interp.interventions import Add, AddNoise, Freeze, KnockOut, Mean, Project, Replace, Resample, Scale, Zero
 from interp.metrics import Metric, kl_divergence, log_probability, logit_difference, loss, probability
-from interp.model import Inputs, KVCache, ModelConfig, Transformer, load, save
+from interp.model import (
+    Inputs,
+    KVCache,
+    ModelConfig,
+    Transformer,
+    center,
+    fold_norm,
+    load,
+    save,
+    teacher_forced,
+)
 from interp.run import Cache, Run, run
 from interp.sites import SITES, Site
 from interp.sweep import SweepResult, patch_sweep
@@ -19,13 +29,15 @@ from interp.tokens import Vocabulary, tokenize
 from interp.training import TrainConfig, train
 
 if TYPE_CHECKING:
-    from interp.bridges import from_huggingface, smollm2
+    from interp.bridges import from_huggingface, minilm, smollm2, to_huggingface
     from interp.tasks.shipped import shipped
 
 # Loaded on first use: they import transformers or matplotlib, or read files.
 _LAZY = {
     "from_huggingface": "interp.bridges",
+    "minilm": "interp.bridges",
     "smollm2": "interp.bridges",
+    "to_huggingface": "interp.bridges",
     "bridges": None,
     "plots": None,
     "tasks": None,
@@ -39,6 +51,7 @@ __all__ = [
     "AddNoise",
     "Cache",
     "Freeze",
+    "Generated",
     "Hookable",
     "Inputs",
     "KVCache",
@@ -57,9 +70,11 @@ __all__ = [
     "Transformer",
     "Vocabulary",
     "Zero",
+    "center",
     "ffn_keys",
     "ffn_triggers",
     "ffn_values",
+    "fold_norm",
     "from_huggingface",
     "generate",
     "kl_divergence",
@@ -68,12 +83,15 @@ __all__ = [
     "logit_difference",
     "logit_lens",
     "loss",
+    "minilm",
     "patch_sweep",
     "probability",
     "run",
     "save",
     "shipped",
     "smollm2",
+    "teacher_forced",
+    "to_huggingface",
     "tokenize",
     "train",
 ]

@@ -53,6 +53,18 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Compare:
+    """Compare every site with transformers, TransformerLens and PyTorch on random models; exit 1 if any is too far."""
+
+    folder: Path = Path("runs/compare")
+    """Where to; must be new."""
+    families: tuple[str, ...] = ("GPT-2", "BERT", "Llama", "Mistral", "Qwen2", "Qwen3")
+    """Which model families."""
+    seed: int = 0
+    """Weights and prompts."""
+
+
+@dataclass(frozen=True)
 class Info:
     """What is installed, and the sites of the shipped model."""
 
@@ -60,10 +72,10 @@ class Info:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `interp`."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"report": Report, "train": Train, "info": Info}, args=arguments, description="interp: open a transformer up."
+        {"report": Report, "train": Train, "compare": Compare, "info": Info}, args=arguments, description="interp: open a transformer up."
     )
     try:
-        {Train: _train, Report: _report, Info: _info}[type(command)](command)
+        {Train: _train, Report: _report, Compare: _compare, Info: _info}[type(command)](command)
     except KeyboardInterrupt:
         sys.exit(
             "interrupted; what had finished is kept" + (" (--resume goes on)" if isinstance(command, Train) else "")
@@ -111,6 +123,15 @@ def _report(command: Report) -> None:
 
     page = build(command.folder, real=not command.toy_only, n_pairs=command.pairs)
     print(f"wrote {page}")
+
+
+def _compare(command: Compare) -> None:
+    from interp.report.compare import build
+
+    page, too_far = build(command.folder, command.families, command.seed)
+    print(f"wrote {page}")
+    if too_far:
+        raise ValueError(f"{too_far} comparisons are above their tolerance; see {page}")
 
 
 def _info(command: Info) -> None:

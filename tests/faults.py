@@ -3,7 +3,8 @@
 `FAULTS[name]()` is a context manager that yields a `Calls`. Leaving it without an exception raises
 `FaultNeverReached` unless a replaced function was called, so a fault that patches nothing is noticed.
 To add one: decorate `def _(original, *arguments)` with `@fault(name, (owner, "attribute"), …)`; owner is the module
-or class where the name is looked up (for a name imported elsewhere, the importing module).
+or class where the name is looked up (for a name imported elsewhere, the importing module). Not a constructor: the
+checks share models built before.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from interp.model import attention, block, feedforward, inputs, norms, positions, transformer
-from interp.model.attention import Attention
+from interp.model.attention import Attention, CrossAttention
 from interp.model.block import PostNormBlock, PreNormBlock
 from interp.model.feedforward import FeedForward
-from interp.model.inputs import Edges
+from interp.model.inputs import Edges, Memory
 from interp.model.tap import as_tap
-from interp.model.transformer import Transformer
+from interp.model.transformer import Encoder, Transformer
 
 
 class FaultNeverReached(AssertionError):
@@ -225,6 +226,285 @@ def _(original, config, batch, cache=None):
     return Edges((causal[None] | inside[:, None])[:, None] & batch.mask[:, None, None], False, True)
 
 
+@fault("prefix one too long", EDGES)
+def _(original, config, batch, cache=None):
+    return original(config, longer_prefix(batch, 1), cache)
+
+
+@fault("prefix one too short", EDGES)
+def _(original, config, batch, cache=None):
+    return original(config, longer_prefix(batch, -1), cache)
+
+
+def longer_prefix(batch, by):
+    """The same inputs, their prefixes longer by so much."""
+    return batch if batch.prefix_length is None else replace(batch, prefix_length=batch.prefix_length + by)
+
+
+@fault("encoder made causal", EDGES)
+def _(original, config, batch, cache=None):
+    return original(replace(config, kind="decoder") if config.kind == "encoder" else config, batch, cache)
+
+
+@fault("an encoder-decoder's decoder made bidirectional", EDGES)
+def _(original, config, batch, cache=None):
+    return original(config.encoder if config.kind == "encoder-decoder" else config, batch, cache)
+
+
+@fault("an encoder-decoder's window ignored", EDGES)
+def _(original, config, batch, cache=None):
+    return original(replace(config, window=None) if config.kind == "encoder-decoder" else config, batch, cache)
+
+
+# The encoder and what the decoder reads of it
+
+CROSS_EDGES = (transformer, "cross_edges")
+
+
+@fault("source padding read by cross-attention", CROSS_EDGES)
+def _(original, batch):
+    return original(replace(batch, source_mask=None))
+
+
+@fault("source padding read by the encoder", (Encoder, "forward"))
+def _(original, self, x, tap, batch):
+    return original(self, x, tap, replace(batch, mask=None))
+
+
+@fault("target mask used for the source", CROSS_EDGES)
+def _(original, batch):
+    same = batch.tokens.shape == batch.source.shape
+    return original(replace(batch, source_mask=batch.mask) if same else batch)
+
+
+@fault("cross-attention made causal", (Transformer, "encode"))
+def _(original, self, batch, tap=None, cache=None):
+    return narrowed(original, self, batch, tap, cache, lambda query, key: key <= query)
+
+
+@fault("window applied to cross edges", (Transformer, "encode"))
+def _(original, self, batch, tap=None, cache=None):
+    width = self.config.window or 1000
+    return narrowed(original, self, batch, tap, cache, lambda query, key: (query - key).abs() < width)
+
+
+def narrowed(original, self, batch, tap, cache, sees):
+    """What cross-attention reads, with fewer edges (of a single pass, without a cache)."""
+    memory = original(self, batch, tap, cache)
+    if cache is not None:
+        return memory
+    n_query, n_key = batch.length, memory.states.shape[1]
+    mask = sees(torch.arange(n_query)[:, None], torch.arange(n_key)[None])[None, None]
+    return Memory(memory.states, Edges(mask if memory.edges.mask is None else mask & memory.edges.mask, False, True))
+
+
+@fault("cross-attention reads the encoder's embeddings", (Encoder, "forward"))
+def _(original, self, x, tap, batch):
+    original(self, x, tap, batch)
+    return x
+
+
+@fault("cross-attention skips the encoder's final norm", (Encoder, "forward"))
+def _(original, self, x, tap, batch):
+    return original(self, x, Meddler(tap, after={"final": lambda value, seen: seen["resid_post"]}), batch)
+
+
+@fault("encoder's last layer left out", (Encoder, "forward"))
+def _(original, self, x, tap, batch):
+    if len(self.blocks) < 2:
+        return original(self, x, tap, batch)
+    states = self.blocks(x, 0, len(self.blocks) - 1, tap, batch)
+    return tap(self.site_names.final, states if self.final_norm is None else self.final_norm(states, tap))
+
+
+@fault("encoder.final not tapped", (Encoder, "forward"))
+def _(original, self, x, tap, batch):
+    return original(self, x, Deaf(tap, "final"), batch)
+
+
+class Deaf:
+    """A tap around another that never hears of one site."""
+
+    def __init__(self, tap: Any, name: str) -> None:
+        self.tap, self.name = tap, name
+
+    def wants(self, site: Any) -> bool:
+        return site.name != self.name and self.tap.wants(site)
+
+    def __call__(self, site: Any, value: Any) -> Any:
+        return value if site.name == self.name else self.tap(site, value)
+
+
+@fault("an edit of encoder.final changes nothing", (Encoder, "forward"))
+def _(original, self, x, tap, batch):
+    kept = []
+    keep, give = lambda value, seen: kept.append(value) or value, lambda value, seen: kept[-1]
+    return original(self, x, Meddler(tap, {"final": keep}, {"final": give}), batch)
+
+
+@fault("encoder uses the decoder's embedding norm", (Transformer, "_embed"))
+def _(original, self, batch, tap, s, cache, norm):
+    return original(self, batch, tap, s, cache, self.embedding_norm)
+
+
+@fault("the source's positions count its padding", (Transformer, "_embed"))
+def _(original, self, batch, tap, s, cache, norm):
+    source = self.encoder is not None and norm is self.encoder.embedding_norm and s.embed.stack == "encoder"
+    return original(self, replace(batch, mask=None) if source else batch, tap, s, cache, norm)
+
+
+@fault("the source is encoded again at every step", (Transformer, "encode"))
+def _(original, self, batch, tap=None, cache=None):
+    return original(self, batch, tap, None) if batch.source is not None else original(self, batch, tap, cache)
+
+
+# Cross-attention
+
+CROSS = (CrossAttention, "forward")
+
+
+@fault("cross-attention's queries from the encoder", CROSS)
+def _(original, self, t, tap, memory, cache=None):
+    return original(self, memory.states.mean(1, keepdim=True).expand_as(t), tap, memory, cache)
+
+
+@fault("cross-attention's keys and values from the decoder", CROSS)
+def _(original, self, t, tap, memory, cache=None):
+    return original(self, t, tap, Memory(t, Edges(None, False, False)), cache)
+
+
+@fault("cross-attention's keys and values swapped", (CrossAttention, "_project"))
+def _(original, self, x, first, last):
+    out = original(self, x, first, last)
+    return out if first == 0 else torch.cat(out.chunk(2, -2)[::-1], -2)
+
+
+@fault("cross-attention's bias dropped", (CrossAttention, "_project"))
+def _(original, self, x, first, last):
+    width, bias = self.config.head_size, self.qkv.bias
+    dropped = 0 if bias is None else bias.unflatten(-1, (-1, width))[first:last]
+    return original(self, x, first, last) - dropped
+
+
+@fault("cross-attention's 1/sqrt(d) dropped", (Attention, "_attend"))
+def _(original, self, q, *rest):
+    return original(self, q / self.config.attention_scale if isinstance(self, CrossAttention) else q, *rest)
+
+
+@fault("cross-attention's b_O dropped when the heads are written out", CROSS)
+def _(original, self, t, tap, *rest):
+    out = original(self, t, tap, *rest)
+    return out - self.b_O if tap.wants(self.sites.head_out) and self.b_O is not None else out
+
+
+@fault("rotary applied in cross-attention", (CrossAttention, "_project"))
+def _(original, self, x, first, last):
+    out = original(self, x, first, last)
+    if self.config.positions != "rotary":
+        return out
+    table = positions.rotary_table(self.config, torch.arange(x.shape[1])[None], x.dtype)
+    if first == 0:
+        return positions.rotate(out, table)
+    k, v = out.chunk(2, -2)
+    return torch.cat([positions.rotate(k, table), v], -2)
+
+
+@fault("q/k norm applied in cross-attention", (CrossAttention, "_project"))
+def _(original, self, x, first, last):
+    out = original(self, x, first, last)
+    return F.rms_norm(out, out.shape[-1:]) if self.config.qk_norm and first == 0 else out
+
+
+@fault("cross-attention reads the cached keys of another layer", CROSS)
+def _(original, self, t, tap, memory, cache=None):
+    if cache is not None and cache.cross and self.layer not in cache.cross:
+        cache.cross[self.layer] = cache.cross[0]
+    return original(self, t, tap, memory, cache)
+
+
+CROSS_SUM = {"resid_cross": lambda value, seen: value - seen["resid_mid"]}
+
+
+@fault("residual dropped after cross-attention", (PreNormBlock, "forward"))
+def _(original, self, x, tap, *rest):
+    return original(self, x, Meddler(tap, CROSS_SUM), *rest)
+
+
+@fault("residual dropped after cross-attention, post-norm", (PostNormBlock, "forward"))
+def _(original, self, x, tap, *rest):
+    change = {"resid_cross_sum": lambda value, seen: value - seen["resid_mid"]}
+    return original(self, x, Meddler(tap, change), *rest)
+
+
+@fault("cross_norm skipped", (PreNormBlock, "forward"))
+def _(original, self, x, tap, *rest):
+    return original(self, x, Meddler(tap, {"cross_norm": lambda value, seen: seen["resid_mid"]}), *rest)
+
+
+@fault("cross_norm skipped, post-norm", (PostNormBlock, "forward"))
+def _(original, self, x, tap, *rest):
+    return original(self, x, Meddler(tap, {"resid_cross": lambda value, seen: seen["resid_cross_sum"]}), *rest)
+
+
+@fault("cross-attention's queries skip self-attention", (PreNormBlock, "forward"))
+def _(original, self, x, tap, *rest):
+    crosses = self.cross_attention is not None
+    change = {"cross_norm": lambda value, seen: self.cross_norm(seen["resid_pre"], as_tap(None))} if crosses else {}
+    return original(self, x, Meddler(tap, change), *rest)
+
+
+@fault("the FFN of a decoder skips cross-attention", (PreNormBlock, "forward"))
+def _(original, self, x, tap, *rest):
+    if self.cross_attention is None or self.ffn is None:
+        return original(self, x, tap, *rest)
+    change = {"norm2": lambda value, seen: self.norm2(seen["resid_mid"], as_tap(None))}
+    return original(self, x, Meddler(tap, change), *rest)
+
+
+# Weights by name, teacher forcing
+
+
+@fault("weight reads the decoder for the encoder", (Transformer, "weight"))
+def _(original, self, kind, layer=None, stack=None):
+    return original(self, kind, None if layer is None else min(layer, self.config.n_layers - 1))
+
+
+@fault("weight gives self-attention's for cross-attention's", (Transformer, "weight"))
+def _(original, self, kind, layer=None, stack=None):
+    return original(self, kind.removeprefix("cross_"), layer, stack)
+
+
+TEACHER = (inputs, "teacher_forced")
+
+
+@fault("teacher forcing shifts the wrong way", TEACHER)
+def _(original, targets, bos, **fields):
+    forced = original(targets, bos, **fields)
+    return replace(forced, tokens=torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], bos)], 1))
+
+
+@fault("teacher forcing does not shift", TEACHER)
+def _(original, targets, bos, **fields):
+    return replace(original(targets, bos, **fields), tokens=targets)
+
+
+@fault("teacher forcing without BOS", TEACHER)
+def _(original, targets, bos, **fields):
+    return replace(original(targets, bos, **fields), tokens=torch.cat([targets[:, :1], targets[:, :-1]], 1))
+
+
+@fault("teacher forcing puts BOS before left padding", TEACHER)
+def _(original, targets, bos, **fields):
+    shifted = torch.cat([torch.full_like(targets[:, :1], bos), targets[:, :-1]], 1)
+    return replace(original(targets, bos, **fields), tokens=shifted)
+
+
+@fault("teacher forcing loses the source", TEACHER)
+def _(original, targets, bos, **fields):
+    forced = original(targets, bos, **fields)
+    return forced if forced.source is None else replace(forced, source=forced.source.flip(1))
+
+
 # Positions
 
 IDS = ((transformer, "position_ids"), (block, "position_ids"))
@@ -274,10 +554,9 @@ def _(original, ids, d_model, dtype):
 # Attention
 
 
-@fault("1/sqrt(d) dropped", (Attention, "__init__"))
-def _(original, self, config, *rest):
-    original(self, config, *rest)
-    self.config = replace(config, attention_scale=1.0)
+@fault("1/sqrt(d) dropped", (Attention, "_attend"))
+def _(original, self, q, *rest):
+    return original(self, q / self.config.attention_scale, *rest)
 
 
 @fault("key-value heads repeated in the wrong order", (Attention, "_explicit"), (Attention, "_fused"))

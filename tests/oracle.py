@@ -9,6 +9,8 @@ weights: a dict of arrays indexed as researchers index them, None where absent:
   layers: a list of dicts W_Q [head d_model d_head], W_K W_V [kv_head …], W_O [head d_head d_model], b_Q b_K b_V
   [head d_head], b_O [d_model], q_norm k_norm [d_head], norm1 norm2 {"weight", "bias"}, W_in W_gate [d_model d_ff],
   W_out [d_ff d_model], b_in b_gate [d_ff], b_out [d_model], beta (a number).
+An encoder-decoder's weights above are its decoder's, whose layers also have cross_norm {"weight", "bias"} and cross, a
+dict of its own W_Q … b_O; and there is encoder: a dict of embedding_norm, final_norm and layers.
 """
 
 import math
@@ -16,19 +18,35 @@ import math
 import numpy as np
 
 
-def forward(config, weights, tokens, mask=None, prefix_length=None, segments=None):
+def forward(config, weights, tokens, mask=None, prefix_length=None, segments=None, source=None, source_mask=None):
     """Every site of the model, in the order in which the book reaches it: text ("0.norm1_scale") -> [batch …]."""
     sequences = []
     for b in range(len(tokens)):
         real = [True] * len(tokens[b]) if mask is None else [bool(m) for m in mask[b]]
+        if config["kind"] == "encoder-decoder":
+            source_real = [True] * len(source[b]) if source_mask is None else [bool(m) for m in source_mask[b]]
+            sequences.append(two_stacks(config, weights, tokens[b], real, source[b], source_real))
+            continue
         prefix = 0 if prefix_length is None else int(prefix_length[b])
         segment = [0] * len(tokens[b]) if segments is None else segments[b]
-        sequences.append(sequence(config, weights, tokens[b], real, prefix, segment))
+        sequences.append(one_stack(config, weights, tokens[b], real, prefix, segment))
     return {site: np.stack([values[site] for values in sequences]) for site in sequences[0]}
 
 
-def sequence(config, weights, tokens, real, prefix, segment):
-    """One sequence: real says which positions are tokens, the others are padding."""
+def two_stacks(config, weights, tokens, real, source, source_real):
+    """The encoder reads the whole source; every decoder layer then reads what the encoder's end says of it."""
+    encoder_config = {**config, "kind": "encoder", "head": False}
+    encoder = one_stack(encoder_config, {**weights, **weights["encoder"]}, source, source_real)
+    if "final" not in encoder:  # without a final norm, the stream that leaves the last block
+        encoder["final"] = list(encoder.values())[-1]
+    decoder = one_stack(config, weights, tokens, real, memory=(encoder["final"], source_real))
+    sites = {f"encoder.{name}": value for name, value in encoder.items()}
+    sites.update({f"decoder.{name}": value for name, value in decoder.items()})
+    return sites
+
+
+def one_stack(config, weights, tokens, real, prefix=0, segment=None, memory=None):
+    """One sequence: real says which positions are tokens, the others are padding. memory: what cross-attention reads."""
     sites = {}
     ids = position_ids(real)
     x = sites["embed"] = np.array([weights["W_E"][token] for token in tokens])
@@ -47,7 +65,7 @@ def sequence(config, weights, tokens, real, prefix, segment):
     for layer, w in enumerate(weights["layers"]):
         block = post_norm_block if config["norm_position"] == "post" else pre_norm_block
         inner = {}
-        x = block(config, w, x, ids, edges, inner)
+        x = block(config, w, x, ids, edges, memory, inner)
         sites.update({f"{layer}.{name}": value for name, value in inner.items()})
 
     final = config["norm_position"] == "pre" and config["norm"] != "none"
@@ -59,34 +77,47 @@ def sequence(config, weights, tokens, real, prefix, segment):
     return sites
 
 
-def pre_norm_block(config, w, x, ids, edges, sites):
-    """7.27-7.32: x + Sublayer(LayerNorm(x))."""
+def pre_norm_block(config, w, x, ids, edges, memory, sites):
+    """7.27-7.32: x + Sublayer(LayerNorm(x)); a decoder that has an encoder reads it between attention and FFN."""
     sites["resid_pre"] = x
     t1 = normed(config, w["norm1"], x, "norm1", sites)  # 7.27
     t2 = sites["attn_out"] = attention(config, w, t1, ids, edges, sites)  # 7.28
-    t3 = t2 + x  # 7.29
+    t3, name = t2 + x, "resid_mid"  # 7.29
+    if memory is not None:
+        sites["resid_mid"] = t3
+        t = normed(config, w["cross_norm"], t3, "cross_norm", sites)
+        read = sites["cross_out"] = cross_attention(config, w["cross"], t, memory, sites)
+        t3, name = read + t3, "resid_cross"
     if config["ffn"] == "none":
         sites["resid_post"] = t3
         return t3
-    sites["resid_mid"] = t3
+    sites[name] = t3
     t4 = normed(config, w["norm2"], t3, "norm2", sites)  # 7.30
     t5 = sites["ffn_out"] = feed_forward(config, w, t4, sites)  # 7.31
     h = sites["resid_post"] = t5 + t3  # 7.32
     return h
 
 
-def post_norm_block(config, w, x, ids, edges, sites):
-    """LayerNorm(x + Sublayer(x)): the original transformer."""
+def post_norm_block(config, w, x, ids, edges, memory, sites):
+    """LayerNorm(x + Sublayer(x)): the original transformer; each sublayer is followed by its own norm."""
     sites["resid_pre"] = x
+    last = "attention" if memory is None else "cross-attention"
+    last = last if config["ffn"] == "none" else "FFN"  # the last norm's output is the block's
+
+    def add_and_norm(sublayer, x, out, norm_name, name):
+        name = "resid_post" if sublayer == last else name
+        sites[f"{name}_sum"] = out + x
+        return normed(config, w[norm_name], out + x, norm_name, sites, name)
+
     t2 = sites["attn_out"] = attention(config, w, x, ids, edges, sites)
-    if config["ffn"] == "none":
-        sites["resid_post_sum"] = t2 + x
-        return normed(config, w["norm1"], t2 + x, "norm1", sites, "resid_post")
-    sites["resid_mid_sum"] = t2 + x
-    t3 = normed(config, w["norm1"], t2 + x, "norm1", sites, "resid_mid")
-    t5 = sites["ffn_out"] = feed_forward(config, w, t3, sites)
-    sites["resid_post_sum"] = t5 + t3
-    return normed(config, w["norm2"], t5 + t3, "norm2", sites, "resid_post")
+    x = add_and_norm("attention", x, t2, "norm1", "resid_mid")
+    if memory is not None:
+        read = sites["cross_out"] = cross_attention(config, w["cross"], x, memory, sites)
+        x = add_and_norm("cross-attention", x, read, "cross_norm", "resid_cross")
+    if config["ffn"] != "none":
+        t5 = sites["ffn_out"] = feed_forward(config, w, x, sites)
+        x = add_and_norm("FFN", x, t5, "norm2", "resid_post")
+    return x
 
 
 # Norms
@@ -171,7 +202,7 @@ def rotate(config, x, p):
 
 
 def admitted_edges(config, real, ids, prefix):
-    """edges[i][j]: may position i read position j?"""
+    """edges[i][j]: may position i read position j of its own stack?"""
     n = len(real)
     edges = np.zeros((n, n), dtype=bool)
     for i in range(n):
@@ -190,35 +221,51 @@ def admitted_edges(config, real, ids, prefix):
 
 def attention(config, w, t1, ids, edges, sites):
     """softmax(q·k scale) v of each head, then each head's W_O, summed (7.28)."""
-    n, n_heads, n_kv, d_head = len(t1), config["n_heads"], config["n_kv_heads"], config["d_head"]
-    d_model, group = len(t1[0]), n_heads // n_kv  # `group` query heads share one key-value head
-    q, k, v = np.zeros((n, n_heads, d_head)), np.zeros((n, n_kv, d_head)), np.zeros((n, n_kv, d_head))
-    for i in range(n):
-        for h in range(n_heads):
-            q[i, h] = linear(t1[i], w["W_Q"][h], None if w["b_Q"] is None else w["b_Q"][h])
-        for g in range(n_kv):
-            k[i, g] = linear(t1[i], w["W_K"][g], None if w["b_K"] is None else w["b_K"][g])
-            v[i, g] = linear(t1[i], w["W_V"][g], None if w["b_V"] is None else w["b_V"][g])
-    sites["q"], sites["k"], sites["v"] = q, k, v
+    q = sites["q"] = heads(t1, w["W_Q"], w["b_Q"])
+    k = sites["k"] = heads(t1, w["W_K"], w["b_K"])
+    v = sites["v"] = heads(t1, w["W_V"], w["b_V"])
     if config["positions"] == "rotary" or config["qk_norm"]:
         q = sites["q_rot"] = into_scores(config, q, w["q_norm"], ids)
         k = sites["k_rot"] = into_scores(config, k, w["k_norm"], ids)
+    return attend(config, w, q, k, v, edges, sites, "")
 
+
+def cross_attention(config, w, t, memory, sites):
+    """Queries from the decoder, keys and values from the encoder's last states, whose every real position is read."""
+    states, source_real = memory
+    q = sites["cross_q"] = heads(t, w["W_Q"], w["b_Q"])
+    k = sites["cross_k"] = heads(states, w["W_K"], w["b_K"])
+    v = sites["cross_v"] = heads(states, w["W_V"], w["b_V"])
+    edges = np.array([source_real for _ in t])
+    return attend(config, w, q, k, v, edges, sites, "cross_")
+
+
+def heads(x, W, b):
+    """Each position's vector by each head's matrix: [pos head d_head]."""
+    return np.array([[linear(x_i, W[h], None if b is None else b[h]) for h in range(len(W))] for x_i in x])
+
+
+def attend(config, w, q, k, v, edges, sites, prefix):
+    """What query i makes of the keys j that it may read, head by head; its inner values told under prefix + name."""
+    n_query, n_heads, d_head = q.shape
+    n_key, n_kv = k.shape[:2]
+    d_model, group = w["W_O"].shape[2], n_heads // n_kv  # `group` query heads share one key-value head
     scale = 1 / math.sqrt(d_head) if config["attention_scale"] is None else config["attention_scale"]
-    scores, pattern = np.full((n_heads, n, n), -np.inf), np.zeros((n_heads, n, n))
-    z, head_out = np.zeros((n, n_heads, d_head)), np.zeros((n, n_heads, d_model))
+    scores, pattern = np.full((n_heads, n_query, n_key), -np.inf), np.zeros((n_heads, n_query, n_key))
+    z, head_out = np.zeros((n_query, n_heads, d_head)), np.zeros((n_query, n_heads, d_model))
     for h in range(n_heads):
-        for i in range(n):
-            for j in range(n):
+        for i in range(n_query):
+            for j in range(n_key):
                 if edges[i, j]:
                     scores[h, i, j] = np.dot(q[i, h], k[j, h // group]) * scale
             pattern[h, i] = softmax(scores[h, i])
-            for j in range(n):
+            for j in range(n_key):
                 z[i, h] += pattern[h, i, j] * v[j, h // group]
             head_out[i, h] = z[i, h] @ w["W_O"][h]
-    sites["scores"], sites["pattern"], sites["z"], sites["head_out"] = scores, pattern, z, head_out
+    named = {"scores": scores, "pattern": pattern, "z": z, "head_out": head_out}
+    sites.update({prefix + name: value for name, value in named.items()})
     b_O = np.zeros(d_model) if w["b_O"] is None else w["b_O"]
-    return np.array([sum(head_out[i, h] for h in range(n_heads)) + b_O for i in range(n)])
+    return np.array([sum(head_out[i, h] for h in range(n_heads)) + b_O for i in range(n_query)])
 
 
 def into_scores(config, x, gain, ids):
@@ -244,7 +291,7 @@ def softmax(scores):
 
 def swish(x, beta):
     """x σ(βx) (7.21)."""
-    return x / (1 + math.exp(-beta * x))
+    return x / (1 + math.exp(-beta * x)) if beta * x > -700 else 0.0  # where exp would overflow, σ < 1e-304
 
 
 def gelu(x):

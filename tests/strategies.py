@@ -1,6 +1,6 @@
 """Random valid models and inputs: hypothesis strategies, and helpers that need no hypothesis."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class Case:
     segments: bool = False
     length: int = 5
     seed: int = 0
+    source_padding: tuple[tuple[int, int], ...] | None = None  # of each source, as `padding`; None: all real
+    source_length: int = 4
     dtype: torch.dtype = field(default=torch.float64)
 
     def build(self) -> tuple[Transformer, Inputs]:
@@ -31,16 +33,26 @@ class Case:
         model = random_model(self.choices, self.seed, self.dtype)
         generator = torch.Generator().manual_seed(self.seed)
         shape = (len(self.padding), self.length)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        for row, (left, right) in enumerate(self.padding):
-            mask[row, left : self.length - right] = True
         segments = torch.randint(model.config.n_segments, shape, generator=generator) if self.segments else None
-        return model, Inputs(
+        inputs = Inputs(
             torch.randint(VOCAB, shape, generator=generator),
-            mask=None if bool(mask.all()) else mask,
+            mask=real_positions(self.padding, self.length),
             prefix_length=None if self.prefixes is None else torch.tensor(self.prefixes),
             segments=segments,
         )
+        if model.config.kind != "encoder-decoder":
+            return model, inputs
+        source = torch.randint(VOCAB, (len(self.padding), self.source_length), generator=generator)
+        padding = self.source_padding or ((0, 0),) * len(self.padding)
+        return model, replace(inputs, source=source, source_mask=real_positions(padding, self.source_length))
+
+
+def real_positions(padding: tuple[tuple[int, int], ...], length: int) -> torch.Tensor | None:
+    """The mask of sequences padded so much on the left and on the right; None when nothing is padding."""
+    mask = torch.zeros(len(padding), length, dtype=torch.bool)
+    for row, (left, right) in enumerate(padding):
+        mask[row, left : length - right] = True
+    return None if bool(mask.all()) else mask
 
 
 def small(**choices: Any) -> dict[str, Any]:
@@ -48,9 +60,14 @@ def small(**choices: Any) -> dict[str, Any]:
     return {"vocab": VOCAB, "n_layers": 2, "n_heads": 2, "d_model": 8, "n_ctx": N_CTX, "d_ff": 7, **choices}
 
 
+def translator(**choices: Any) -> dict[str, Any]:
+    """The choices of a small encoder-decoder with stacks of unequal depth."""
+    return small(**{"kind": "encoder-decoder", "n_layers": 2, "n_encoder_layers": 1, **choices})
+
+
 def random_model(choices: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
     """A model of these choices whose every parameter, also gains, offsets, biases and β, is random."""
-    model = Transformer(ModelConfig(**choices), seed=seed).to(dtype)
+    model = Transformer(ModelConfig(**choices), seed=None).to(dtype)  # filled below
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,15 +78,16 @@ def random_model(choices: dict[str, Any], seed: int = 0, dtype: torch.dtype = to
 
 @st.composite
 def choices(draw: Any) -> dict[str, Any]:
-    """Keyword arguments of a valid single-stack ModelConfig, over every option."""
+    """Keyword arguments of a valid ModelConfig, over every kind and option."""
     norm = draw(st.sampled_from(["layernorm", "rmsnorm", "none"]))
     positions = draw(st.sampled_from(["learned", "sinusoidal", "rotary", "none"]))
     ffn = draw(st.sampled_from(FFNS))
     head = draw(st.booleans())
     n_heads = draw(st.sampled_from([1, 2, 4]))
     places = BIAS_PLACES if head else BIAS_PLACES[:3]
+    kind = draw(st.sampled_from(["decoder", "encoder", "prefix-decoder", "encoder-decoder"] * 2 + ["encoder-decoder"]))
     out: dict[str, Any] = {
-        "kind": draw(st.sampled_from(["decoder", "decoder", "encoder", "prefix-decoder"])),
+        "kind": kind,
         "vocab": VOCAB,
         "n_ctx": N_CTX,
         "n_layers": draw(st.integers(1, 2)),
@@ -88,11 +106,13 @@ def choices(draw: Any) -> dict[str, Any]:
         "qk_norm": draw(st.booleans()),
         "window": draw(st.sampled_from([None, 1, 2, 3])),
         "embedding_norm": norm != "none" and draw(st.booleans()),
-        "n_segments": draw(st.sampled_from([0, 0, 3])),
+        "n_segments": 0 if kind == "encoder-decoder" else draw(st.sampled_from([0, 0, 3])),
         "tied_embeddings": head and draw(st.booleans()),
         "attention_scale": draw(st.sampled_from([None, None, 1.0, 0.3])),
         "head": head,
     }
+    if kind == "encoder-decoder":
+        out["n_encoder_layers"] = draw(st.sampled_from([None, 1, 2, 3]))
     if ffn in ("swish", "swiglu"):
         out["swish_beta"] = draw(st.sampled_from([1.0, 1.7, "learned"]))
     if positions == "rotary":
@@ -107,8 +127,11 @@ def cases(draw: Any) -> Case:
     """A valid model with a batch of two: padded left, right, on both sides or not, with prefixes and segments."""
     chosen = draw(choices())
     padding = draw(st.sampled_from([((0, 0), (0, 0)), ((0, 0), (2, 0)), ((3, 0), (0, 2)), ((0, 4), (1, 1))]))
-    prefixes = None
+    prefixes, source = None, {}
     if chosen["kind"] == "prefix-decoder":
         prefixes = draw(st.sampled_from([None, (0, 2), (3, 1), (5, 7)]))
+    if chosen["kind"] == "encoder-decoder":
+        source["source_padding"] = draw(st.sampled_from([None, ((0, 0), (2, 0)), ((0, 3), (1, 0)), ((1, 1), (0, 1))]))
+        source["source_length"] = draw(st.sampled_from([4, 5, 7]))
     segments = chosen["n_segments"] > 0 and draw(st.booleans())
-    return Case(chosen, padding, prefixes, segments, seed=draw(st.integers(0, 1000)))
+    return Case(chosen, padding, prefixes, segments, seed=draw(st.integers(0, 1000)), **source)

@@ -2,7 +2,8 @@
 
 from interp.model.checkpoint import CheckpointError, load, save
 from interp.model.config import ConfigError, ModelConfig
-from interp.model.inputs import Inputs, InputsError, KVCache, as_inputs
+from interp.model.folding import center, fold_norm
+from interp.model.inputs import Inputs, InputsError, KVCache, as_inputs, teacher_forced
 from interp.model.transformer import Transformer
 
 __all__ = [
@@ -14,6 +15,9 @@ __all__ = [
     "ModelConfig",
     "Transformer",
     "as_inputs",
+    "center",
+    "fold_norm",
     "load",
     "save",
+    "teacher_forced",
 ]

@@ -104,16 +104,16 @@ def _is_text(inputs: Any) -> bool:
     return isinstance(inputs, str) or (isinstance(inputs, list | tuple) and bool(inputs) and isinstance(inputs[0], str))
 
 
-def teacher_forced(targets: Tensor, bos: int, **fields: Any) -> Inputs:
+def teacher_forced(targets: Tensor, bos: int, mask: Tensor | None = None, **fields: Any) -> Inputs:
     """Inputs for one parallel pass over known targets [batch pos]: shifted right, BOS first, so position i predicts target i.
 
-    fields: the other fields of Inputs, such as source=. Padding of the targets (mask=, over targets) shifts with them.
+    mask [batch pos]: which targets are real; BOS stands where the first real one is asked for, left padding or not. fields:
+    the other fields of Inputs, such as source=.
     """
-    bos_column = torch.full_like(targets[:, :1], bos)
-    mask = fields.pop("mask", None)
-    if mask is not None:  # position i holds target i-1; the first position is BOS, which is real
-        mask = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)
-    return Inputs(torch.cat([bos_column, targets[:, :-1]], 1), mask=mask, **fields)
+    before = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.clone()
+    before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], 1)  # is there a target before this position?
+    tokens = torch.where(before, torch.cat([targets[:, :1], targets[:, :-1]], 1), bos)
+    return Inputs(tokens, mask=mask, **fields)
 
 
 class KVCache:

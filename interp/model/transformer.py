@@ -43,8 +43,8 @@ class Transformer(nn.Module):
     """logits = head(final_norm(blocks(embed(tokens) + positions))); an encoder-decoder's blocks also read encode(source).
 
     `model(inputs, tap=None, kv_cache=None)` -> logits [batch pos vocab] (the stream when head=False). Weights are
-    drawn from `seed` alone: N(0, 1/d_in) for matrices, the two that write to the stream divided by sqrt(2 n_layers)
-    (Radford 2019), embeddings N(0, 1/d_model), biases 0. They are stored as PyTorch stores them and read as
+    drawn from `seed` alone: N(0, 1/d_in) for matrices, the two that write to the stream divided by the root of
+    how many write (sqrt(2 n_layers), Radford 2019; a decoder with cross-attention sqrt(3 n_layers)), embeddings N(0, 1/d_model), biases 0. They are stored as PyTorch stores them and read as
     researchers index them, as views: see `Attention`, `FeedForward`, `W_E` [vocab d_model], `W_U` [d_model vocab].
     """
 
@@ -78,7 +78,10 @@ class Transformer(nn.Module):
     def reset(self, seed: int) -> None:
         """Draw every weight again from `seed`."""
         generator = torch.Generator().manual_seed(seed)
-        shrink = 1 / math.sqrt(2 * self.config.n_layers)
+        writers = 3 if self.encoder is not None else 2  # per block: a decoder's cross-attention writes too
+        shrink = {"blocks": 1 / math.sqrt(writers * self.config.n_layers)}
+        if self.encoder is not None:
+            shrink["encoder"] = 1 / math.sqrt(2 * len(self.encoder.blocks))
         for name, parameter in self.named_parameters():
             if name.endswith("bias") or name == "b_U":
                 parameter.zero_()
@@ -86,7 +89,7 @@ class Transformer(nn.Module):
                 parameter.fill_(1.0)  # norm gains, a learned β
             else:
                 std = 1 / math.sqrt(parameter.shape[1])
-                std *= shrink if name.endswith(("attention.out.weight", "ffn.down.weight")) else 1.0
+                std *= shrink[name.split(".")[0]] if name.endswith(("attention.out.weight", "ffn.down.weight")) else 1.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     def forward(self, inputs: Any, tap: Tap | Any = None, kv_cache: KVCache | None = None) -> Tensor:
@@ -105,7 +108,10 @@ class Transformer(nn.Module):
         return stream
 
     def encode(self, inputs: Inputs, tap: Any = None, kv_cache: KVCache | None = None) -> Memory:
-        """What an encoder-decoder's cross-attention reads of `inputs.source`; with a cache, encoded once. InputsError."""
+        """What an encoder-decoder's cross-attention reads of `inputs.source`. Raises InputsError without one.
+
+        With a cache the source is encoded once: the cache belongs to it, and a later call's source is not read.
+        """
         if self.encoder is None:
             raise InputsError(f"kind={self.config.kind!r} has no encoder to run; allowed: 'encoder-decoder'")
         if kv_cache is not None and kv_cache.memory is not None:

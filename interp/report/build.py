@@ -26,7 +26,7 @@ def build(folder: str | Path, real: bool = True, n_pairs: int = 8, progress: boo
     sections = [toy_model.section(folder, progress)]
     if real:
         sections.append(real_model.section(folder, n_pairs, progress))
-    sections += [_limits(real), _provenance(folder, started)]
+    sections += [_limits(real), provenance_section(folder, started), _parts()]
     return render(folder / "index.html", TITLE, LEAD, sections)
 
 
@@ -53,7 +53,8 @@ def _limits(real: bool) -> Section:
     return section
 
 
-def _provenance(folder: Path, started: float) -> Section:
+def provenance_section(folder: Path, started: float) -> Section:
+    """How a page was made, on the page and in provenance.json."""
     section = Section("How this page was made")
     about = record.provenance(started=started)
     record.write_json(folder / "provenance.json", about)
@@ -65,6 +66,11 @@ def _provenance(folder: Path, started: float) -> Section:
         f"machine   {about['machine']['cpus']} CPUs, {torch.get_num_threads()} threads, {about['machine']['platform']}\n"
         f"finished  {about['finished']} after {about['seconds']:.0f} s"
     )
+    return section
+
+
+def _parts() -> Section:
+    section = Section("Where the tables are")
     section.text(
         "Every part is a folder with its tables (parquet) and its settings, seeds and versions (provenance.json); a part "
         "whose settings are unchanged is reused, so a second run only draws the page."

@@ -11,7 +11,7 @@ import strategies
 import summary
 import torch
 from hypothesis import HealthCheck, given, settings
-from strategies import Case, small
+from strategies import Case, small, translator
 
 from interp.model.attention import softmax_or_zero
 from interp.model.config import ModelConfig
@@ -22,6 +22,7 @@ from interp.sites import Site
 
 HAND = json.loads((Path(__file__).parents[1] / "data" / "hand_cases.json").read_text())
 TOLERANCE = 1e-10
+KINDS: dict[str, int] = {}
 COUNT = {"configurations": 0, "values": 0, "sites": 0, "largest": 0.0}
 
 
@@ -35,49 +36,71 @@ def norm_weights(norm):
     return None if norm is None else {"weight": array(norm.weight), "bias": array(norm.bias)}
 
 
-def numpy_weights(model):
-    """A model's weights as the oracle reads them, through the model's public views."""
+def attention_weights(attention):
+    """The eight views of one attention."""
+    return {name: array(getattr(attention, name)) for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")}
+
+
+def stack_weights(stack):
+    """One stack's layers and outer norms as the oracle reads them: of a model, or of its encoder."""
     layers = []
-    for block in model.blocks:
+    for block in stack.blocks:
         a, f = block.attention, block.ffn
-        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
-        w = {name: array(getattr(a, name)) for name in names}
+        w = attention_weights(a)
         w |= {"q_norm": a.q_norm and array(a.q_norm.weight), "k_norm": a.k_norm and array(a.k_norm.weight)}
-        w |= {"norm1": norm_weights(block.norm1), "norm2": norm_weights(block.norm2)}
+        w |= {name: norm_weights(getattr(block, name)) for name in ("norm1", "cross_norm", "norm2")}
+        w["cross"] = block.cross_attention and attention_weights(block.cross_attention)
         if f is not None:
             w |= {name: array(getattr(f, name)) for name in ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")}
             w["beta"] = float(f.beta)
         layers.append(w)
+    norms = {name: norm_weights(getattr(stack, name)) for name in ("embedding_norm", "final_norm")}
+    return {**norms, "layers": layers}
+
+
+def numpy_weights(model):
+    """A model's weights as the oracle reads them, through the model's public views."""
     outer = {name: array(getattr(model, name)) for name in ("W_E", "W_pos", "W_U", "b_U")}
     segment = model.segment_embedding and array(model.segment_embedding.weight)
-    norms = {name: norm_weights(getattr(model, name)) for name in ("embedding_norm", "final_norm")}
-    return {**outer, **norms, "W_segment": segment, "layers": layers}
+    encoder = model.encoder and stack_weights(model.encoder)
+    return {**outer, "W_segment": segment, **stack_weights(model), "encoder": encoder}
 
 
 def expected_sites(case, model, inputs):
     """The oracle's sites; defaults that the book fixes are left to the oracle."""
     config = model.config.to_dict()
     config |= {name: case.choices.get(name) for name in ("attention_scale", "final_norm")}
-    given = [array(value) for value in (inputs.tokens, inputs.mask, inputs.prefix_length, inputs.segments)]
-    tokens, mask, prefix, segments = (None if value is None else value.astype(int) for value in given)
-    return oracle.forward(config, numpy_weights(model), tokens, mask, prefix, segments)
+    names = ("tokens", "mask", "prefix_length", "segments", "source", "source_mask")
+    given = {name: array(getattr(inputs, name)) for name in names}
+    given = {name: None if value is None else value.astype(int) for name, value in given.items()}
+    with np.errstate(invalid="ignore"):
+        return oracle.forward(config, numpy_weights(model), **given)
 
 
 def difference(wanted, got):
     """Largest |difference| over max(1, largest |value|); infinite where shapes, infinities or NaNs differ."""
-    if wanted.shape != got.shape or not np.array_equal(np.isfinite(wanted), np.isfinite(got)):
+    if wanted.shape != got.shape:
         return math.inf
     finite = np.isfinite(wanted)
-    if not np.array_equal(wanted[~finite], got[~finite]):
-        return math.inf
-    if not finite.any():
+    if not finite.all():
+        if not np.array_equal(wanted[~finite], got[~finite]):
+            return math.inf
+        wanted, got = wanted[finite], got[finite]
+    if not wanted.size:
         return 0.0
-    return float(np.abs(wanted - got)[finite].max() / max(1.0, np.abs(wanted[finite]).max()))
+    apart = float(np.abs(wanted - got).max() / max(1.0, np.abs(wanted).max()))
+    return apart if math.isfinite(apart) else math.inf
 
 
 @torch.no_grad()
-def check_case(case: Case) -> None:
-    """Every site, tapped, and the logits, untapped, equal the oracle's."""
+def wanted_of(case: Case) -> dict[str, np.ndarray]:
+    """The oracle's sites for a case."""
+    return expected_sites(case, *case.build())
+
+
+@torch.no_grad()
+def check_case(case: Case, wanted: dict[str, np.ndarray] | None = None) -> None:
+    """Every site, tapped, and the logits, untapped, equal the oracle's (`wanted`, where computed before)."""
     model, inputs = case.build()
     reached: dict[str, np.ndarray] = {}
 
@@ -88,37 +111,40 @@ def check_case(case: Case) -> None:
 
     tapped = model(inputs, tap)
     plain = model(inputs)
-    with np.errstate(invalid="ignore"):
-        wanted = expected_sites(case, model, inputs)
-        assert list(wanted) == list(reached), case.choices
-        for site, value in wanted.items():
-            apart = difference(value, reached[site])
-            assert apart < TOLERANCE, f"{site} differs by {apart:.1e} for {case}"
-            COUNT["values"] += value.size
-            COUNT["largest"] = max(COUNT["largest"], apart)
-        last = wanted[next(reversed(wanted))]
-        assert difference(last, array(tapped)) < TOLERANCE
-        apart = difference(last, array(plain))
-        assert apart < TOLERANCE, f"untapped output differs by {apart:.1e} for {case}"
+    wanted = expected_sites(case, model, inputs) if wanted is None else wanted
+    assert list(wanted) == list(reached), case.choices
+    for site, value in wanted.items():
+        apart = difference(value, reached[site])
+        assert apart < TOLERANCE, f"{site} differs by {apart:.1e} for {case}"
+        COUNT["values"] += value.size
+        COUNT["largest"] = max(COUNT["largest"], apart)
+    last = wanted[next(reversed(wanted))]
+    assert difference(last, array(tapped)) < TOLERANCE
+    apart = difference(last, array(plain))
+    assert apart < TOLERANCE, f"untapped output differs by {apart:.1e} for {case}"
     COUNT["largest"] = max(COUNT["largest"], apart)
     COUNT["configurations"] += 1
     COUNT["sites"] += len(wanted)
+    KINDS[model.config.kind] = KINDS.get(model.config.kind, 0) + 1
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(strategies.cases())
 def run_sampled(case):
     check_case(case)
 
 
 def test_sampled_configurations():
-    """150 option combinations, every site."""
+    """200 option combinations of the four kinds, every site."""
+    KINDS.clear()
     COUNT.update(configurations=0, values=0, sites=0, largest=0.0)
     run_sampled()
-    assert COUNT["configurations"] >= 150
+    assert COUNT["configurations"] >= 200
+    assert all(KINDS[kind] >= 20 for kind in ("decoder", "encoder", "prefix-decoder", "encoder-decoder")), KINDS
     summary.LINES.append(
-        f"oracle: {COUNT['configurations']} configurations, {COUNT['values']:,} values at {COUNT['sites']:,} sites "
-        f"compared, largest difference {COUNT['largest']:.0e}"
+        f"oracle: {COUNT['configurations']} configurations ({', '.join(f'{n} {kind}' for kind, n in KINDS.items())}), "
+        f"{COUNT['values']:,} values at {COUNT['sites']:,} sites compared, "
+        f" largest difference {COUNT['largest']:.0e}"
     )
 
 
@@ -159,6 +185,44 @@ NAMED = {
     "attention scale": Case(small(attention_scale=0.9)),
     "left and right padding": Case(small(), BOTH),
     "no head": Case(small(head=False)),
+}
+
+
+SOURCE = ((0, 1), (2, 0))
+EVERY = {"norm": "rmsnorm", "ffn": "swiglu", "swish_beta": "learned", "n_heads": 4, "n_kv_heads": 2, "d_head": 6,
+         "positions": "rotary", "rotary_fraction": 2 / 3, "qk_norm": True, "window": 2, "embedding_norm": True,
+         "bias": {"qkv", "attn_out", "ffn", "unembed"}, "attention_scale": 0.6}  # fmt: skip
+NAMED |= {
+    f"encoder-decoder, {name}": case
+    for name, case in {
+        "textbook": Case(translator(norm_eps=0)),
+        "textbook, post-norm": Case(translator(norm_eps=0, norm_position="post")),
+        "source padding": Case(translator(), source_padding=SOURCE),
+        "source padding, post-norm": Case(translator(norm_position="post"), source_padding=SOURCE),
+        "target padding": Case(translator(), BOTH),
+        "both padded, equal lengths": Case(translator(), BOTH, source_padding=((0, 3), (0, 0)), source_length=5),
+        "both padded, sinusoidal": Case(translator(positions="sinusoidal"), BOTH, source_padding=SOURCE),
+        "more encoder": Case(translator(n_layers=1, n_encoder_layers=3)),
+        "pre-norm without final norm": Case(translator(final_norm=False)),
+        "post-norm with final norm": Case(translator(norm_position="post", final_norm=True)),
+        "no norm": Case(translator(norm="none"), source_padding=SOURCE),
+        "attention only": Case(translator(ffn="none")),
+        "attention only, post-norm": Case(translator(ffn="none", norm_position="post")),
+        "gated": Case(translator(ffn="geglu", norm="rmsnorm")),
+        "rotary": Case(translator(positions="rotary"), BOTH, source_padding=SOURCE),
+        "no positions": Case(translator(positions="none")),
+        "grouped": Case(translator(n_heads=4, n_kv_heads=2)),
+        "window": Case(translator(window=1), BOTH, source_padding=SOURCE),
+        "q/k norm": Case(translator(qk_norm=True)),
+        "embedding norm": Case(translator(embedding_norm=True)),
+        "attention scale": Case(translator(attention_scale=0.9)),
+        "no bias": Case(translator(bias=False)),
+        "tied": Case(translator(tied_embeddings=True)),
+        "no head": Case(translator(head=False)),
+        "a source of padding alone": Case(translator(), source_padding=((4, 0), (0, 0))),
+        "everything": Case(translator(**EVERY), BOTH, source_padding=SOURCE),
+        "everything, post-norm": Case(translator(**EVERY, norm_position="post"), BOTH, source_padding=SOURCE),
+    }.items()
 }
 
 
