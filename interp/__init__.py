@@ -29,15 +29,24 @@ from interp.tokens import Vocabulary, tokenize
 from interp.training import TrainConfig, train
 
 if TYPE_CHECKING:
-    from interp.bridges import from_huggingface, minilm, smollm2, to_huggingface
+    from interp.bridges import (
+        from_huggingface,
+        from_transformer_lens,
+        minilm,
+        smollm2,
+        to_huggingface,
+        to_transformer_lens,
+    )
     from interp.tasks.shipped import shipped
 
 # Loaded on first use: they import transformers or matplotlib, or read files.
 _LAZY = {
     "from_huggingface": "interp.bridges",
+    "from_transformer_lens": "interp.bridges",
     "minilm": "interp.bridges",
     "smollm2": "interp.bridges",
     "to_huggingface": "interp.bridges",
+    "to_transformer_lens": "interp.bridges",
     "bridges": None,
     "plots": None,
     "tasks": None,
@@ -76,6 +85,7 @@ __all__ = [
     "ffn_values",
     "fold_norm",
     "from_huggingface",
+    "from_transformer_lens",
     "generate",
     "kl_divergence",
     "load",
@@ -92,6 +102,7 @@ __all__ = [
     "smollm2",
     "teacher_forced",
     "to_huggingface",
+    "to_transformer_lens",
     "tokenize",
     "train",
 ]

@@ -94,7 +94,7 @@ NO_ORACLE = {
             "shifts the wrong way",
             "does not shift",
             "without BOS",
-            "does not shift the mask",
+            "puts BOS before left padding",
             "loses the source",
         )
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from interp.bridges.huggingface import from_huggingface, optional
+from interp.bridges.lens_in import from_transformer_lens
 from interp.bridges.their_sites import PLACES, reading, torch_places
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs, InputsError
@@ -137,7 +138,7 @@ def _case(case: Case, seed: int) -> Iterator[dict[str, Any]]:
     ours = from_huggingface(source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sites that the bridge does not offer are not shared
-        wrapped = _wrapper()(source)
+        wrapped = from_transformer_lens(source)
     note = CASTS if case.dtype == "float64" and not case.layernorm else ""
     for padding in ("none", "left", "right"):
         inputs = prompts(padding, seed)
@@ -153,11 +154,6 @@ def _case(case: Case, seed: int) -> Iterator[dict[str, Any]]:
             continue
         yield from _rows("TransformerLens", about, mine, bridged, inputs, case.tolerance, note)
 
-
-def _wrapper() -> Callable[[Any], Any]:
-    from interp.bridges.from_transformer_lens import from_transformer_lens  # it imports TransformerLens's world
-
-    return from_transformer_lens
 
 
 def read_transformers(source: Any, inputs: Inputs) -> dict[Site, Tensor]:
