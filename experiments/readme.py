@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md: the block and the site table come from the code, so they cannot drift.
+"""Write the generated parts of README.md and docs/sites.md: block and site table come from the code, so they cannot drift.
 
 python experiments/readme.py
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from interp.model.block import PreNormBlock
 from interp.sites import symbol_table
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PARTS = {"README.md": ("block",), "docs/sites.md": ("sites",)}
 
 
 def parts() -> dict[str, str]:
@@ -22,15 +23,18 @@ def parts() -> dict[str, str]:
     return {"block": f"```python\n{block}\n```", "sites": symbol_table()}
 
 
-def filled(text: str) -> str:
-    """The README's text with every marked part replaced. ValueError when a part is not marked."""
-    for name, part in parts().items():
+def filled(file: str) -> str:
+    """The file's text with every marked part replaced. ValueError when a part is not marked."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for name in PARTS[file]:
+        part = parts()[name]
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end -->)"
         text, count = re.subn(pattern, lambda found, part=part: f"{found[1]}{part}\n{found[2]}", text, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"README.md marks the part {name!r} {count} times; it must once")
+            raise ValueError(f"{file} marks the part {name!r} {count} times; it must once")
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in PARTS:
+        (ROOT / file).write_text(filled(file), encoding="utf-8")

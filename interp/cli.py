@@ -72,7 +72,9 @@ class Info:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `interp`."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"report": Report, "train": Train, "compare": Compare, "info": Info}, args=arguments, description="interp: open a transformer up."
+        {"report": Report, "train": Train, "compare": Compare, "info": Info},
+        args=arguments,
+        description="interp: open a transformer up.",
     )
     try:
         {Train: _train, Report: _report, Compare: _compare, Info: _info}[type(command)](command)
@@ -105,7 +107,9 @@ def _train(command: Train) -> None:
         print(f"{split}: {100 * row['accuracy']:.2f}% of asked tokens, {100 * row['exact']:.2f}% of {int(row['n'])} examples, "
               f"{row['nats']:.4f} nats")  # fmt: skip
     wanted = "; ".join(map(str, task.goals))
-    print(f"{'learned' if result.success else 'NOT learned'} ({wanted}) in {result.seconds:.0f} s; {command.folder}/model")
+    print(
+        f"{'learned' if result.success else 'NOT learned'} ({wanted}) in {result.seconds:.0f} s; {command.folder}/model"
+    )
 
 
 def _task(command: Train) -> Any:

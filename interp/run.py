@@ -35,7 +35,9 @@ class Cache(Mapping[Site, Tensor]):
         found = named(site, self._values)
         if len(found) != 1:
             names = [str(s) for s in self._values]
-            said = f"can mean {' or '.join(map(str, found))}" if found else f"was not recorded{suggest(str(site), names)}"
+            said = (
+                f"can mean {' or '.join(map(str, found))}" if found else f"was not recorded{suggest(str(site), names)}"
+            )
             raise KeyError(f"'{site}' {said}; recorded: {', '.join(names) or 'nothing'}")
         return self._values[found[0]]
 
@@ -143,7 +145,9 @@ def check_inputs(model: Hookable, inputs: Inputs) -> None:
     if config.kind == "encoder-decoder":
         _check_tokens(inputs.encoder, config, "source", "source_mask")
         if len(inputs.encoder.tokens) != inputs.batch:
-            raise InputsError(f"source holds {len(inputs.encoder.tokens)} sequences; allowed: {inputs.batch}, as many as tokens")
+            raise InputsError(
+                f"source holds {len(inputs.encoder.tokens)} sequences; allowed: {inputs.batch}, as many as tokens"
+            )
     if inputs.embeddings is not None:
         _check_shape("embeddings", inputs.embeddings, (*inputs.tokens.shape, config.d_model))
     longest = inputs.length if inputs.source is None else max(inputs.length, inputs.encoder.length)

@@ -1,7 +1,7 @@
 """The only dictionary of places: every intermediate of a forward pass has one name here.
 
 `SITES` is the whole vocabulary; which of them a given model has, and in which order they are reached,
-follows from its config (`ordered_sites`). The README's symbol table is generated from this file.
+follows from its config (`ordered_sites`). The symbol table in docs/sites.md is generated from this file.
 """
 
 from __future__ import annotations
@@ -221,15 +221,10 @@ def model_sites(stack: str | None = None) -> SimpleNamespace:
     )
 
 
-def symbol_table(cross: bool = False) -> str:
-    """The dictionary as a Markdown table (site, book's symbol, shape, TransformerLens's name, meaning).
-
-    cross: also the cross-attention sites, which only an encoder-decoder's decoder has.
-    """
+def symbol_table() -> str:
+    """The dictionary as a Markdown table (site, book's symbol, shape, TransformerLens's name, meaning)."""
     rows = ["| site | book | shape after batch | TransformerLens | what it is |", "|---|---|---|---|---|"]
     for spec in _ALL:
-        if "cross" in spec.name and not cross:
-            continue
         shape = " ".join("1" if axis == "one" else axis for axis in spec.axes)
         tl = f"`{spec.transformer_lens}`" if spec.transformer_lens else ""
         rows.append(f"| `{spec.name}` | {spec.symbol} | {shape} | {tl} | {spec.meaning} |")

@@ -23,7 +23,10 @@ def test_train_leaves_a_checkpoint_curves_and_a_figure(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "nonsense", "--folder", "x"], "task 'nonsense' is not allowed; allowed: 'facts', 'induction', 'copy'"),
+        (
+            ["train", "nonsense", "--folder", "x"],
+            "task 'nonsense' is not allowed; allowed: 'facts', 'induction', 'copy'",
+        ),
         (["train", "facts", "--folder", "x", "--n-subjects", "1"], "n_subjects=1"),
     ],
 )

@@ -187,7 +187,9 @@ def test_changes_and_records_are_the_same_cached_recomputed_and_in_one_pass(kind
         assert (name == "nothing") == torch.allclose(cached.logits, plain.logits[:, : cached.logits.shape[1]]), name
         if name not in ("from a run", "the pattern"):  # their run is shorter than the whole sequence
             once = run(model, cached.inputs, record=RECORD, change=change)
-            real = torch.ones_like(cached.inputs.tokens, dtype=torch.bool) if inputs.mask is None else cached.inputs.mask
+            real = (
+                torch.ones_like(cached.inputs.tokens, dtype=torch.bool) if inputs.mask is None else cached.inputs.mask
+            )
             for site, value in once.cache.items():
                 for got in (cached.cache[site], recomputed.cache[site]):
                     assert got.shape == value.shape, (name, site)

@@ -21,7 +21,9 @@ def test_forward_changes_generation_and_sweeps_equal_the_cpu(shipped):
     here, gone = (run(m, pairs.clean, record="z", change=Replace("0.z", 0.0, at=(1, 2))) for m in (model, there))
     assert torch.allclose(here.logits, gone.logits.cpu(), atol=1e-3)
     assert gone.cache["1.z"].device.type == "cuda"
-    assert torch.equal(generate(model, pairs.clean.tokens, 2).tokens, generate(there, pairs.clean.tokens, 2).tokens.cpu())
+    assert torch.equal(
+        generate(model, pairs.clean.tokens, 2).tokens, generate(there, pairs.clean.tokens, 2).tokens.cpu()
+    )
     metric = logit_difference(pairs.correct, pairs.wrong)
     a, b = (patch_sweep(m, pairs.clean, pairs.corrupted, metric, "ffn_out", ("layer", "role")) for m in (model, there))
     assert torch.allclose(a.effect()["ffn_out"], b.effect()["ffn_out"].cpu(), atol=1e-3)

@@ -3,7 +3,17 @@
 import pytest
 
 from interp.model import ModelConfig, Transformer
-from interp.sites import SITES, Site, UnknownSiteError, expand, layer_sites, model_sites, resolve, symbol_table
+from interp.sites import (
+    SITES,
+    Site,
+    UnknownSiteError,
+    expand,
+    layer_sites,
+    model_sites,
+    output_sites,
+    resolve,
+    symbol_table,
+)
 
 AVAILABLE = Transformer(ModelConfig(vocab=5, n_layers=3, n_heads=2, d_model=4, n_ctx=4)).sites
 
@@ -117,8 +127,27 @@ def test_attribute_access():
 
 
 def test_symbol_table_has_one_row_per_name():
-    for cross in (True, False):
-        table, names = symbol_table(cross).splitlines(), [name for name in SITES if cross or "cross" not in name]
-        assert len(table) == len(names) + 2
-        for name in names:
-            assert sum(f"| `{name}` |" in row for row in table) == 1
+    table = symbol_table().splitlines()
+    assert len(table) == len(SITES) + 2
+    for name in SITES:
+        assert sum(f"| `{name}` |" in row for row in table) == 1
+
+
+PAIR = Transformer(ModelConfig(kind="encoder-decoder", vocab=5, n_layers=2, n_heads=2, d_model=4, n_ctx=4)).sites
+
+
+def test_two_stacks():
+    assert resolve("encoder.1.q", PAIR) == Site("q", 1, "encoder")
+    assert resolve("0.cross_q", PAIR) == Site("cross_q", 0, "decoder")  # only one stack has it
+    assert resolve("logits", PAIR) == Site("logits", stack="decoder")
+    for ambiguous in ("0.q", "final", "embed"):
+        with pytest.raises(UnknownSiteError, match="can mean 'encoder.*' or 'decoder.*'; say which"):
+            resolve(ambiguous, PAIR)
+    assert expand("q", PAIR) == [Site("q", layer, stack) for stack in ("encoder", "decoder") for layer in range(2)]
+    assert expand("encoder.q", PAIR) == [Site("q", layer, "encoder") for layer in range(2)]
+    assert expand("cross_pattern", PAIR) == [Site("cross_pattern", layer, "decoder") for layer in range(2)]
+    for absent in ("encoder.cross_q", "encoder.0.cross_q", "encoder.logits", "encoder.2.q", "q_rot"):
+        with pytest.raises(UnknownSiteError, match="this model has no site"):
+            expand(absent, PAIR)
+    assert output_sites("resid_post", PAIR) == [Site("resid_post", layer, "decoder") for layer in range(2)]
+    assert output_sites("resid_post", AVAILABLE) == [Site("resid_post", layer) for layer in range(3)]

@@ -84,7 +84,9 @@ def _stream_sites(model: Hookable, sites: Any) -> list[Site]:
         or s.stack != output
     ]  # fmt: skip
     if bad:
-        raise LensError(f"the lens reads vectors of the stream that ends in the head [position d_model], not {', '.join(map(str, bad))}")
+        raise LensError(
+            f"the lens reads vectors of the stream that ends in the head [position d_model], not {', '.join(map(str, bad))}"
+        )
     return found
 
 

@@ -56,7 +56,10 @@ def stream_identity(model: Hookable, inputs: Any) -> float:
     stacks = dict.fromkeys(site.stack for site in model.sites)
     names = ("attn_out", "cross_out", "ffn_out")
     written = [site for site in model.sites if site.name in names]
-    streams = {stack: [s for s in model.sites if s.stack == stack and s.name in ("resid_pre", "resid_post")] for stack in stacks}
+    streams = {
+        stack: [s for s in model.sites if s.stack == stack and s.name in ("resid_pre", "resid_post")]
+        for stack in stacks
+    }
     ends = [site for stream in streams.values() for site in (stream[0], stream[-1])]
     cache = run(model, inputs, record=[*written, *ends]).cache
     errors = []

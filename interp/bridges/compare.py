@@ -10,13 +10,14 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from interp.bridges.families import FAMILIES as KNOWN
 from interp.bridges.huggingface import from_huggingface, optional
 from interp.bridges.lens_in import from_transformer_lens
 from interp.bridges.their_sites import PLACES, reading, torch_places
@@ -46,7 +47,21 @@ OVERFLOW = ("transformers' own numbers are NaN: its mask holds float64's lowest 
             "and a padding row in which everything is masked spreads NaN")  # fmt: skip
 CASTS = ("its RMSNorm, rotary angles and softmax are computed in float32 whatever the model's type "
          "(lifted to float64, they equal ours to 1e-10: tests/bridges/test_huggingface.py)")  # fmt: skip
-COLUMNS = ["peer", "family", "heads", "dtype", "padding", "site", "layers", "difference", "largest", "relative", "tolerance", "verdict", "note"]
+COLUMNS = [
+    "peer",
+    "family",
+    "heads",
+    "dtype",
+    "padding",
+    "site",
+    "layers",
+    "difference",
+    "largest",
+    "relative",
+    "tolerance",
+    "verdict",
+    "note",
+]
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,8 @@ def compare(families: Sequence[str] = tuple(FAMILIES), seed: int = 0, progress: 
     peer: "transformers" (eager attention, read by its modules' hooks), "TransformerLens" (a bridge of the same model, read
     through `from_transformer_lens`), "torch.nn.Transformer" (our encoder-decoder and encoder, both values of norm_first).
     relative = difference / largest. verdict: "equal" (relative <= tolerance), "too far", "peer not finite" (the peer's own
-    numbers are NaN where ours are finite) or "not offered" (the bridge refuses such inputs). note explains every float64 row above 1e-9.
+    numbers are NaN where ours are finite) or "not offered" (the bridge refuses such inputs). note explains every
+    float64 row above 1e-9.
     """
     rows: list[dict[str, Any]] = []
     chosen = cases(families)
@@ -108,10 +124,15 @@ def random_source(case: Case, seed: int) -> Any:
     if not case.layernorm:
         sizes["num_key_value_heads"] = HEADS[case.heads]
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    name = architecture.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config").replace("BertModel", "BertConfig")
+    name = (
+        architecture.replace("ForCausalLM", "Config")
+        .replace("LMHeadModel", "Config")
+        .replace("BertModel", "BertConfig")
+    )
     with torch.random.fork_rng(devices=[]):
         config = getattr(transformers, name)(**{**sizes, **options, **tokens}, attn_implementation="eager")
-        model = getattr(transformers, architecture)(config).to(DTYPES[case.dtype]).eval()
+        keywords = dict(KNOWN[architecture].keywords)
+        model = getattr(transformers, architecture)(config, **keywords).to(DTYPES[case.dtype]).eval()
     scatter(model, seed)
     return model
 
@@ -138,7 +159,7 @@ def _case(case: Case, seed: int) -> Iterator[dict[str, Any]]:
     ours = from_huggingface(source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sites that the bridge does not offer are not shared
-        wrapped = from_transformer_lens(source)
+        wrapped = from_transformer_lens(_with_head(source))
     note = CASTS if case.dtype == "float64" and not case.layernorm else ""
     for padding in ("none", "left", "right"):
         inputs = prompts(padding, seed)
@@ -155,6 +176,15 @@ def _case(case: Case, seed: int) -> Iterator[dict[str, Any]]:
         yield from _rows("TransformerLens", about, mine, bridged, inputs, case.tolerance, note)
 
 
+def _with_head(source: Any) -> Any:
+    """What TransformerLens bridges: the model itself, or for the BERT body the masked-token model around the same weights."""
+    if type(source).__name__ != "BertModel":
+        return source
+    with torch.random.fork_rng(devices=[]):
+        whole = optional("transformers", "hf").BertForMaskedLM(source.config).to(source.dtype).eval()
+    whole.bert.load_state_dict(source.state_dict())
+    return whole
+
 
 def read_transformers(source: Any, inputs: Inputs) -> dict[Site, Tensor]:
     """Every site that transformers' modules show, with the position ids that its own generate() gives padded prompts."""
@@ -169,7 +199,8 @@ def read_transformers(source: Any, inputs: Inputs) -> dict[Site, Tensor]:
 
 
 def _rows(
-    peer: str, about: dict[str, Any], mine: Mapping[Site, Tensor], theirs: Mapping[Site, Tensor], inputs: Inputs, tolerance: float,
+    peer: str, about: dict[str, Any], mine: Mapping[Site, Tensor], theirs: Mapping[Site, Tensor], inputs: Inputs,
+    tolerance: float,
     note: str = "",
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One row per site name (and stack): the layer that differs most."""
@@ -192,7 +223,8 @@ def _rows(
         verdict = verdict or ("equal" if relative <= tolerance else "too far")
         explained = OVERFLOW if verdict == "peer not finite" else note if relative > 1e-9 else ""
         yield {"peer": peer, **about, "site": f"{stack}.{name}" if stack else name, "layers": len(sites), "difference": apart,
-               "largest": largest, "relative": relative, "tolerance": tolerance, "verdict": verdict, "note": explained}  # fmt: skip
+               "largest": largest, "relative": relative, "tolerance": tolerance, "verdict": verdict,
+               "note": explained}  # fmt: skip
 
 
 def _real(site: Site, value: Tensor, inputs: Inputs) -> Tensor:
@@ -225,10 +257,15 @@ def from_torch_transformer(module: nn.Transformer, vocab: int, n_ctx: int) -> Tr
     ]  # fmt: skip
     attention: list[tuple[Any, Any]] = []
     for mine, theirs in zip([*ours.encoder.blocks, *ours.blocks], [*encoder, *decoder], strict=True):
-        block, layer = mine, theirs
+        block, layer = cast(Any, mine), cast(Any, theirs)
         crosses = block.cross_attention is not None
         last = layer.norm3 if crosses else layer.norm2
-        pairs += [(block.norm1, layer.norm1), (block.norm2, last), (block.ffn.up, layer.linear1), (block.ffn.down, layer.linear2)]
+        pairs += [
+            (block.norm1, layer.norm1),
+            (block.norm2, last),
+            (block.ffn.up, layer.linear1),
+            (block.ffn.down, layer.linear2),
+        ]
         attention.append((block.attention, layer.self_attn))
         if crosses:
             pairs.append((block.cross_norm, layer.norm2))
@@ -246,10 +283,9 @@ def from_torch_transformer(module: nn.Transformer, vocab: int, n_ctx: int) -> Tr
 def _torch(seed: int) -> Iterator[dict[str, Any]]:
     """Both norm positions, both types, with and without padding of source and target."""
     for norm_first, (dtype, kind), padding in itertools.product((True, False), DTYPES.items(), (False, True)):
-        with torch.random.fork_rng(devices=[]):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it says that norm_first has no nested tensors
-                theirs = nn.Transformer(32, 4, 2, 3, 44, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=kind)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that norm_first has no nested tensors
+            theirs = nn.Transformer(32, 4, 2, 3, 44, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=kind)
         scatter(theirs, seed)  # left in training mode without dropout: evaluation would take PyTorch's fused encoder
         ours = from_torch_transformer(theirs, vocab=2, n_ctx=16)
         generator = torch.Generator().manual_seed(seed + 2)

@@ -143,10 +143,15 @@ def _write_llama(architecture: str) -> Callable[[ModelConfig], dict[str, Any]]:
 
 
 def _llama_names(config: ModelConfig) -> list[Name]:
-    names = [Name("embedding.weight", ("model.embed_tokens.weight",)), Name("final_norm.weight", ("model.norm.weight",))]
+    names = [
+        Name("embedding.weight", ("model.embed_tokens.weight",)),
+        Name("final_norm.weight", ("model.norm.weight",)),
+    ]
     if not config.tied_embeddings:
         names.append(Name("unembedding.weight", ("lm_head.weight",)))
-    parts = {place: ("weight", "bias") if place in config.biases else ("weight",) for place in ("qkv", "attn_out", "ffn")}
+    parts = {
+        place: ("weight", "bias") if place in config.biases else ("weight",) for place in ("qkv", "attn_out", "ffn")
+    }
     for layer in range(config.n_layers):
         theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
         names.append(Name(f"{ours}.norm1.weight", (f"{theirs}.input_layernorm.weight",)))
@@ -234,7 +239,9 @@ BERT_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu"}
 
 def _read_bert(config: Any) -> ModelConfig:
     architecture = "BertModel"
-    refuse(config, {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}, architecture)
+    refuse(
+        config, {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}, architecture
+    )
     return ModelConfig(
         kind="encoder", vocab=config.vocab_size, n_layers=config.num_hidden_layers, n_heads=config.num_attention_heads,
         d_model=config.hidden_size, d_ff=config.intermediate_size, n_ctx=config.max_position_embeddings,
@@ -297,7 +304,9 @@ def misfit(architecture: str, config: Any) -> str:
         "parallel attention and FFN": has("use_parallel_residual", "parallel_attn") or kind in PARALLEL,
         "position bias instead of embeddings (ALiBi)": has("alibi") or kind in ("bloom", "mpt"),
         "scaled embeddings and norms with gain 1 + weight": kind.startswith("gemma"),
-        "multipliers on embeddings, residuals or logits": has("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        "multipliers on embeddings, residuals or logits": has(
+            "embedding_multiplier", "residual_multiplier", "logits_scaling"
+        ),
     }
     return next((feature for feature, found in features.items() if found), f"no converter for model_type {kind!r}")
 

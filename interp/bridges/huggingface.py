@@ -101,7 +101,11 @@ def _fitting(transformers: Any, config: ModelConfig) -> tuple[Family, Any]:
             differing[family.architecture] = [f"{error}"] * 99
             continue
         names = [field.name for field in fields(ModelConfig)]
-        found = [f"{n}={getattr(config, n)!r} (it has {getattr(back, n)!r})" for n in names if getattr(config, n) != getattr(back, n)]
+        found = [
+            f"{n}={getattr(config, n)!r} (it has {getattr(back, n)!r})"
+            for n in names
+            if getattr(config, n) != getattr(back, n)
+        ]
         if not found:
             return family, theirs
         differing[family.architecture] = found

@@ -38,7 +38,12 @@ def smollm2(cache: str | Path | None = None, progress: bool = True) -> tuple[Tra
     if not folder.is_dir():
         for module in ("gguf", "accelerate"):  # before the download, not after it
             optional(module, "hf")
-        cached(folder, "SmolLM2-135M (93 MB, once)", lambda work: convert(fetch(work / "download"), work / "ready"), progress)
+        cached(
+            folder,
+            "SmolLM2-135M (93 MB, once)",
+            lambda work: convert(fetch(work / "download"), work / "ready"),
+            progress,
+        )
     return load(folder / "model"), transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 

@@ -81,7 +81,10 @@ def bert_places(config: Any) -> dict[Site, Place]:
 
 def torch_places(n_encoder: int, n_decoder: int, norm_first: bool) -> dict[Site, Place]:
     """`torch.nn.Transformer`, batch_first: its modules call attention without hooks on q, k, v, so layers and FFNs are read."""
-    places = {Site("final", stack="encoder"): Place("encoder", "out"), Site("final", stack="decoder"): Place("decoder", "out")}
+    places = {
+        Site("final", stack="encoder"): Place("encoder", "out"),
+        Site("final", stack="decoder"): Place("decoder", "out"),
+    }
     ffn = {"ffn_pre": Place("linear1", "out"), "ffn_act": Place("linear2", "in"), "ffn_out": Place("linear2", "out")}
     ends = {"resid_pre": Place("", "in"), "resid_post": Place("", "out")}
     norms: dict[str, dict[str, Place]] = {
@@ -91,7 +94,8 @@ def torch_places(n_encoder: int, n_decoder: int, norm_first: bool) -> dict[Site,
     }  # fmt: skip
     if not norm_first:
         norms = {
-            "encoder": {"resid_mid_sum": Place("norm1", "in"), "resid_mid": Place("norm1", "out"), "resid_post_sum": Place("norm2", "in")},
+            "encoder": {"resid_mid_sum": Place("norm1", "in"), "resid_mid": Place("norm1", "out"),
+                        "resid_post_sum": Place("norm2", "in")},
             "decoder": {"resid_mid_sum": Place("norm1", "in"), "resid_mid": Place("norm1", "out"),
                         "resid_cross_sum": Place("norm2", "in"), "resid_cross": Place("norm2", "out"),
                         "resid_post_sum": Place("norm3", "in")},

@@ -105,7 +105,9 @@ class Blocks(nn.ModuleList):
         if memory is None and keys_values is not None:
             memory = keys_values.memory
         if memory is None and self.config.kind == "encoder-decoder":
-            raise InputsError("the decoder's blocks read the encoder: memory=None is not allowed; allowed: model.encode(inputs)")
+            raise InputsError(
+                "the decoder's blocks read the encoder: memory=None is not allowed; allowed: model.encode(inputs)"
+            )
         edges = attention_edges(self.config, inputs, keys_values)
         rotary = None
         if self.config.positions == "rotary":

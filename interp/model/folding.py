@@ -38,7 +38,8 @@ def fold_norm(model: Transformer) -> Transformer:
             _fold(block.cross_norm, [block.cross_attention.qkv], queries)
     if new.encoder is not None and new.encoder.final_norm is not None:  # read by every layer's cross-attention
         keys_values = slice(new.config.n_heads * new.config.head_size, None)
-        _fold(new.encoder.final_norm, [block.cross_attention.qkv for block in new.blocks], keys_values)
+        decoder: list[Any] = list(new.blocks)
+        _fold(new.encoder.final_norm, [block.cross_attention.qkv for block in decoder], keys_values)
     if new.final_norm is not None and new.unembedding is not None:
         _fold(new.final_norm, [new.unembedding], unembedding_bias=new.b_U)
     return new
@@ -67,9 +68,9 @@ def center(model: Transformer) -> Transformer:
         if table is not None:
             table -= table.mean(1, keepdim=True)
     for writer in writers:  # stored [out in]: the d_model entries run down the columns
-        writer.weight -= writer.weight.mean(0, keepdim=True)
+        writer.weight.sub_(writer.weight.mean(0, keepdim=True))
         if writer.bias is not None:
-            writer.bias -= writer.bias.mean()
+            writer.bias.sub_(writer.bias.mean())
     return new
 
 
@@ -77,7 +78,9 @@ def _refuse(model: Transformer, what: str, ok: bool, allowed: str) -> None:
     name = allowed.split("=")[0]
     if not ok:
         found = getattr(model.config, name)
-        raise ConfigError(f"{what} of a model with {name}={found!r} is not allowed: the logits would change; allowed: {allowed}")
+        raise ConfigError(
+            f"{what} of a model with {name}={found!r} is not allowed: the logits would change; allowed: {allowed}"
+        )
 
 
 def _copy(model: Transformer, biases: Iterable[str] = ()) -> Transformer:

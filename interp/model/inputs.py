@@ -25,8 +25,9 @@ class Inputs:
     """A batch of sequences.
 
     tokens [batch pos] int. mask [batch pos] bool, True = real token, None = all real. source, source_mask
-    [batch source_pos]: what an encoder-decoder's encoder reads (tokens are the decoder's). prefix_length [batch]: how many real tokens form a prefix decoder's prefix. embeddings
-    [batch pos d_model]: used instead of the token embeddings. segments [batch pos] int.
+    [batch source_pos]: what an encoder-decoder's encoder reads (tokens are the decoder's). prefix_length [batch]: how
+    many real tokens form a prefix decoder's prefix. embeddings [batch pos d_model]: used instead of the
+    token embeddings. segments [batch pos] int.
     roles: names for per-example positions, name -> int tensor [batch]; `at` and metrics accept the names.
     """
 
@@ -60,7 +61,9 @@ class Inputs:
     def encoder(self) -> Inputs:
         """What the encoder of an encoder-decoder reads: `source` and its mask. Roles keep their names."""
         if self.source is None:
-            raise InputsError("kind='encoder-decoder' needs source= [batch source_pos] beside the target's tokens; got None")
+            raise InputsError(
+                "kind='encoder-decoder' needs source= [batch source_pos] beside the target's tokens; got None"
+            )
         return Inputs(self.source, mask=self.source_mask, roles=self.roles)
 
     def to(self, device: torch.device | str) -> Inputs:

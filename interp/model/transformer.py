@@ -44,8 +44,9 @@ class Transformer(nn.Module):
 
     `model(inputs, tap=None, kv_cache=None)` -> logits [batch pos vocab] (the stream when head=False). Weights are
     drawn from `seed` alone: N(0, 1/d_in) for matrices, the two that write to the stream divided by the root of
-    how many write (sqrt(2 n_layers), Radford 2019; a decoder with cross-attention sqrt(3 n_layers)), embeddings N(0, 1/d_model), biases 0. They are stored as PyTorch stores them and read as
-    researchers index them, as views: see `Attention`, `FeedForward`, `W_E` [vocab d_model], `W_U` [d_model vocab].
+    how many write (sqrt(2 n_layers), Radford 2019; a decoder with cross-attention sqrt(3 n_layers)), embeddings
+    N(0, 1/d_model), biases 0. They are stored as PyTorch stores them and read as researchers index them, as views:
+    see `Attention`, `FeedForward`, `W_E` [vocab d_model], `W_U` [d_model vocab].
     """
 
     can_resume = True
@@ -169,7 +170,9 @@ class Transformer(nn.Module):
         """
         allowed = ("encoder", "decoder") if self.encoder is not None else ()
         if stack is not None and stack not in allowed:
-            raise ValueError(f"stack={stack!r} is not allowed for kind={self.config.kind!r}; allowed: {(None, *allowed)}")
+            raise ValueError(
+                f"stack={stack!r} is not allowed for kind={self.config.kind!r}; allowed: {(None, *allowed)}"
+            )
         if kind in MODEL_WEIGHTS:
             return getattr(self, kind)
         name, crosses = kind.removeprefix("cross_"), kind.startswith("cross_")

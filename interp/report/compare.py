@@ -22,15 +22,20 @@ LEAD = (
 )
 
 
-def build(folder: str | Path, families: Sequence[str] = tuple(FAMILIES), seed: int = 0, progress: bool = True) -> tuple[Path, int]:
-    """Compare, write a new `folder` with parity.parquet, figures and index.html; returns its path and how many rows are too far."""
+def build(
+    folder: str | Path, families: Sequence[str] = tuple(FAMILIES), seed: int = 0, progress: bool = True
+) -> tuple[Path, int]:
+    """Compare and write a new `folder`: parity.parquet, figures, index.html; returns its path and how many rows are too far."""
     folder, started = Path(folder), time.time()
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} holds results already; results are never overwritten, choose a new folder")
     table = compare(families, seed, progress)
     record.write_table(folder / "parity.parquet", table)
     too_far = int((table["verdict"] == "too far").sum())
-    sections = [_summary(table, too_far), *(_peer(folder, peer, rows) for peer, rows in table.groupby("peer", sort=False))]
+    sections = [
+        _summary(table, too_far),
+        *(_peer(folder, peer, rows) for peer, rows in table.groupby("peer", sort=False)),
+    ]
     sections += [_notes(table), provenance_section(folder, started)]
     return render(folder / "index.html", TITLE, LEAD, sections), too_far
 
@@ -39,7 +44,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     """One row per peer × family × type: worst relative difference, tolerance, and rows by verdict."""
     groups = table.groupby(["peer", "family", "dtype"], sort=False)
     counts = groups["verdict"].value_counts().unstack(fill_value=0)
-    found = groups.agg(rows=("site", "size"), sites=("site", "nunique"), worst=("relative", "max"), allowed=("tolerance", "max"))
+    found = groups.agg(
+        rows=("site", "size"), sites=("site", "nunique"), worst=("relative", "max"), allowed=("tolerance", "max")
+    )
     for verdict in ("too far", "peer not finite", "not offered"):
         found[verdict] = counts.get(verdict, 0)
     return found.reset_index()
@@ -64,7 +71,18 @@ def _peer(folder: Path, peer: object, rows: pd.DataFrame) -> Section:
     section.figure(parity_map(shown, f"against {peer}"), folder / f"{name}.png",
                    "Largest relative difference of each shared site over layers, head groupings and paddings.")  # fmt: skip
     worst = rows.sort_values("relative", ascending=False).head(5)
-    columns = ["family", "heads", "dtype", "padding", "site", "difference", "largest", "relative", "tolerance", "verdict"]
+    columns = [
+        "family",
+        "heads",
+        "dtype",
+        "padding",
+        "site",
+        "difference",
+        "largest",
+        "relative",
+        "tolerance",
+        "verdict",
+    ]
     section.table(worst[columns], "The five largest relative differences.")
     return section
 

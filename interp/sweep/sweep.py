@@ -141,7 +141,9 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
                              "axis of the sweep)")  # fmt: skip
         found = expand(name, model.sites)
         if len({site.stack for site in found}) > 1:
-            raise SweepError(f"sites holds {name!r}, which both stacks have; allowed: 'encoder.{name}', 'decoder.{name}'")
+            raise SweepError(
+                f"sites holds {name!r}, which both stacks have; allowed: 'encoder.{name}', 'decoder.{name}'"
+            )
         for site in found:
             for axis in by:
                 if axis != "layer" and not set(_AXIS_OF[axis]) & set(site.spec.axes):

@@ -42,9 +42,13 @@ class Dyck:
 
     def __post_init__(self) -> None:
         if self.shortest % 2 or self.longest % 2 or not 2 <= self.shortest <= self.longest:
-            raise TaskError(f"shortest={self.shortest}, longest={self.longest} are not allowed; allowed: even, 2 or more")
+            raise TaskError(
+                f"shortest={self.shortest}, longest={self.longest} are not allowed; allowed: even, 2 or more"
+            )
         if not 1 <= self.depth <= 8 or not 0 < self.share < 1:
-            raise TaskError(f"depth={self.depth}, share={self.share} are not allowed; allowed: 1 … 8, a share in (0, 1)")
+            raise TaskError(
+                f"depth={self.depth}, share={self.share} are not allowed; allowed: 1 … 8, a share in (0, 1)"
+            )
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -138,7 +138,8 @@ def _need_columns(table: pd.DataFrame, names: Sequence[str], what: str) -> None:
 
 
 def replacement_pairs(prompts: Prompts, seed: int = 0) -> Pairs:
-    """Symmetric token replacement: pair each prompt with another of the same template, relation, length and role positions but another answer.
+    """Symmetric token replacement: pair each prompt with one of the same template, relation, length and role positions
+    but another answer.
 
     Each prompt that has a partner is clean once; partners are drawn from `seed`. FactsError when none has one.
     """

@@ -105,7 +105,9 @@ class Rewriting:
         For sort the other symbol has the same rank, so that nothing else moves.
         """
         if not (2 <= length <= self.longest and 0 <= at < length):
-            raise TaskError(f"length={length}, at={at} are not allowed; allowed: 0 <= at < length <= longest={self.longest}")
+            raise TaskError(
+                f"length={length}, at={at} are not allowed; allowed: 0 <= at < length <= longest={self.longest}"
+            )
         count = torch.full((n, 1), length)
         sources, others, generator = [], [], held_out(1 + seed)
         while sum(map(len, sources)) < n:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from interp.model.config import ModelConfig
-from interp.model.inputs import Inputs
 from interp.tasks.facts import FactSet, Prompts
 from interp.tasks.task import Batch, Goal, TaskError
 from interp.tasks.train_config import TrainConfig

@@ -133,7 +133,9 @@ def judge(model: Transformer, examples: Batch, batch_size: int = 1024) -> dict[s
     for begin in range(0, len(examples), batch_size):
         part = examples.select(slice(begin, begin + batch_size))
         logits = read(model, part.inputs.to(model.device), part.positions.to(model.device)).float().cpu()
-        nats.append(F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), reduction="none").view(part.targets.shape))
+        nats.append(
+            F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), reduction="none").view(part.targets.shape)
+        )
         right.append(logits.argmax(-1) == part.targets)
         asked.append(part.targets != NOT_ASKED)
     hit, cost, wanted = torch.cat(right), torch.cat(nats), torch.cat(asked)

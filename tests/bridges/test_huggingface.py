@@ -251,7 +251,9 @@ def test_other_architectures_are_refused_with_the_first_feature_that_does_not_fi
 
 def test_segments_reach_the_bert_body():
     source, inputs = case("bert, three segments, relu"), left_padded()
-    inputs = dataclasses.replace(inputs, segments=torch.randint(0, 3, (3, 12), generator=torch.Generator().manual_seed(4)))
+    inputs = dataclasses.replace(
+        inputs, segments=torch.randint(0, 3, (3, 12), generator=torch.Generator().manual_seed(4))
+    )
     with torch.no_grad():
         found = from_huggingface(source)(inputs)[inputs.mask]
     torch.testing.assert_close(found, output(theirs(source, inputs))[inputs.mask], atol=1e-4, rtol=0)
@@ -293,7 +295,10 @@ def test_a_saved_export_is_an_ordinary_transformers_folder(tmp_path):
         ({"window": 3}, r"the nearest, GPT2LMHeadModel, differs in window=3 \(it has None\)"),
         ({"kind": "prefix-decoder"}, "kind='prefix-decoder'"),
         ({"norm": "rmsnorm", "positions": "rotary", "ffn": "geglu", "bias": False}, "ffn='geglu'"),
-        ({"kind": "encoder", "norm_position": "post", "embedding_norm": True, "head": False}, r"BertModel, differs in n_segments=0 \(it has 1\)"),
+        (
+            {"kind": "encoder", "norm_position": "post", "embedding_norm": True, "head": False},
+            r"BertModel, differs in n_segments=0 \(it has 1\)",
+        ),
         ({"d_head": 5}, "d_head=5"),
     ],
 )

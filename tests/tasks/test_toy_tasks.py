@@ -11,6 +11,7 @@ from interp import Transformer, generate, run
 from interp.model import Inputs
 from interp.tasks import TASKS, Dyck, Goal, Induction, Lookahead, Rewriting, TaskError
 from interp.tasks.dyck import MASK, WORDS
+from interp.tasks.lookahead import FIRST as FIRST_SYMBOL
 from interp.tasks.rewriting import EOS, FIRST
 from interp.tasks.task import NOT_ASKED, held_out
 from interp.training import judge
@@ -19,7 +20,9 @@ TOY = [name for name in TASKS if name != "facts"]
 
 
 def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip((a.inputs.tokens, a.targets), (b.inputs.tokens, b.targets), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip((a.inputs.tokens, a.targets), (b.inputs.tokens, b.targets), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -61,7 +64,9 @@ def test_contrast_pairs_differ_where_they_say(name):
     pairs = task.pairs(40, seed=2)
     model = Transformer(task.model_config(n_layers=1, d_model=16, n_heads=2))
     assert len(pairs) == 40 and (pairs.correct != pairs.wrong).all()
-    place = {"induction": "after", "dyck": "partner", "lookahead": "value", "lookahead-causal": "value"}.get(name, "source")
+    place = {"induction": "after", "dyck": "partner", "lookahead": "again", "lookahead-causal": "again"}.get(
+        name, "source"
+    )
     for inputs in (pairs.clean, pairs.corrupted):
         run(model, inputs)
         assert set(inputs.roles) >= {place}
@@ -187,7 +192,7 @@ def test_words_are_uniform_and_partners_match():
     task = Dyck(shortest=6, longest=6, depth=2)
     words, partner = task.words(torch.full((16_000,), 6), torch.Generator().manual_seed(0))
     every = all_words(6, 2)
-    counts = {word: 0 for word in every}
+    counts = dict.fromkeys(every, 0)
     for word in words.tolist():
         counts[tuple(word)] += 1
     expected = 16_000 / len(every)
@@ -237,25 +242,26 @@ def test_certain_positions_are_certain_and_training_masks_as_bert_does():
 # Lookahead
 
 
-@pytest.mark.parametrize("links", [1, 2, 3])
-def test_following_the_pointers_gives_the_answers(links):
-    task = Lookahead(links=links)
+def test_marks_say_what_comes_again_and_what_came_before():
+    task = Lookahead()
     words = task.vocabulary.words
     for split, batch in task.evaluation.items():
         for row in range(100):
             tokens, asked = batch.inputs.tokens[row].tolist(), batch.targets[row] != NOT_ASKED
-            assert int(batch.inputs.prefix_length[row]) == task.prefix_length == 1 + task.n_slots
-            for question in range(task.n_chains):
-                at = task.prefix_length + 2 * question
-                slot, before = tokens[at], at
-                while words[tokens[slot]].startswith(">"):
-                    before, slot = slot, tokens[slot]
-                if asked[question]:
-                    assert batch.targets[row, question] == tokens[slot]
-                    if links > 1:
-                        assert (slot > before) == (split == "look_ahead")
+            assert int(batch.inputs.prefix_length[row]) == task.prefix_length == 13 and words[tokens[13]] == "="
+            symbols = [words[token] for token in tokens[1:13]]
+            for i, symbol in enumerate(symbols):
+                before, again = symbol in symbols[:i], symbol in symbols[i + 1 :]
+                assert bool(asked[i]) == (again if split == "look_ahead" else before)
+                marked = symbol[1:] + ("<" * before + ">" * again or ".")
+                assert not asked[i] or words[batch.targets[row, i]] == marked
+                assert i == 11 or words[tokens[14 + i]] == marked
     assert Lookahead(causal=True).model_config().kind == "decoder"
     assert Lookahead(causal=True).evaluation["look_ahead"].inputs.prefix_length is None
+    pairs = task.pairs(20)
+    first = FIRST_SYMBOL + 16
+    assert ((pairs.correct - first) % 4 == 2).all() and ((pairs.wrong - first) % 4 == 0).all()
+    assert ((pairs.correct - first) // 4 == (pairs.wrong - first) // 4).all()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +273,8 @@ def test_following_the_pointers_gives_the_answers(links):
         (lambda: Rewriting(longest=40), "longest=40"),
         (lambda: Dyck(shortest=15), "shortest=15"),
         (lambda: Dyck(depth=0), "depth=0"),
-        (lambda: Lookahead(links=0), "links=0 is not allowed; allowed: 1 or more"),
+        (lambda: Lookahead(length=1), "length=1 is not allowed; allowed: 2 or more"),
+        (lambda: Lookahead().pairs(at=11), "at=11"),
         (lambda: Induction().pairs(length=20, at=19), "at=19"),
         (lambda: Rewriting().pairs(length=13), "length=13"),
         (lambda: Dyck().pairs(length=7), "length=7"),
