@@ -14,7 +14,7 @@ from interp.analyses import ffn_memory
 from interp.interventions import Intervention, KnockOut, Mean, Replace
 from interp.metrics import Metric
 from interp.model.inputs import Inputs
-from interp.run import _RunTap
+from interp.run import RunTap
 from interp.sweep import sweep
 from interp.sweep.result import SweepResult
 
@@ -59,7 +59,7 @@ def _(original, model, name, cell, source, inputs):
     return original(model, name, cell, swapped, inputs)
 
 
-@fault("recorded before its changes", (_RunTap, "__call__"))
+@fault("recorded before its changes", (RunTap, "__call__"))
 def _(original, self, site, value):
     before = value.detach().clone()
     changed = original(self, site, value)
@@ -68,7 +68,7 @@ def _(original, self, site, value):
     return changed
 
 
-@fault("recorded without a copy", (_RunTap, "_keep"))
+@fault("recorded without a copy", (RunTap, "_keep"))
 def _(original, self, site, value):
     return value if self.keep_graph else value.detach()
 

@@ -13,6 +13,7 @@ from interp.bridges.compare import FAMILIES, compare
 from interp.plots import parity_map
 from interp.report.build import provenance_section
 from interp.report.page import Section, render
+from interp.sites import SITES
 
 TITLE = "The same numbers as the models people have"
 LEAD = (
@@ -66,7 +67,8 @@ def _summary(table: pd.DataFrame, too_far: int) -> Section:
 
 def _peer(folder: Path, peer: object, rows: pd.DataFrame) -> Section:
     section = Section(str(peer))
-    shown = rows.assign(case=rows["family"] + ", " + rows["dtype"])
+    order = rows["site"].map(lambda site: (site.startswith("decoder."), list(SITES).index(site.split(".")[-1])))
+    shown = rows.assign(case=rows["family"] + ", " + rows["dtype"], order=order).sort_values("order", kind="stable")
     name = "".join(c if c.isalnum() else "_" for c in str(peer)).lower()
     section.figure(parity_map(shown, f"against {peer}"), folder / f"{name}.png",
                    "Largest relative difference of each shared site over layers, head groupings and paddings.")  # fmt: skip

@@ -36,7 +36,7 @@ def test_cross_attention_reads_the_source_and_padding_does_not_count_as_chance()
     n = batch.inputs.source_mask.sum(1)
     assert table["n"].eq(int(n.sum())).all()
     assert table["chance"].iloc[0] == pytest.approx(float((n * (1 / n.double())).sum() / n.sum()))
-    perfect = torch.nn.functional.one_hot(truth.clamp(min=0), 12).float()[:, None].expand(-1, 4, -1, -1)
+    perfect = torch.nn.functional.one_hot(truth.clamp(min=0), 12).float()[:, None].expand(-1, 2, -1, -1)
     written = run(model, batch.inputs, record="1.cross_pattern", change=Replace("decoder.1.cross_pattern", perfect))
     chosen = written.cache["decoder.1.cross_pattern"].gather(
         -1, truth.clamp(min=0)[:, None, :, None].expand(-1, 4, -1, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import socket
 import sys
 
 import pytest
@@ -351,3 +352,14 @@ def test_a_missing_extra_is_named(monkeypatch):
         from_huggingface("anything")
     with pytest.raises(ImportError, match=r"pip install 'interp\[lens\]'"):
         optional("no_such_module", "lens")
+
+
+def test_a_given_model_needs_no_network(monkeypatch):
+    source = case("bert")
+
+    def refuse(*_, **__):
+        raise AssertionError("the network was used")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+    assert to_huggingface(from_huggingface(source)).config.hidden_size == 32
