@@ -141,7 +141,7 @@ def test_two_stacks():
     assert resolve("0.cross_q", PAIR) == Site("cross_q", 0, "decoder")  # only one stack has it
     assert resolve("logits", PAIR) == Site("logits", stack="decoder")
     for ambiguous in ("0.q", "final", "embed"):
-        with pytest.raises(UnknownSiteError, match="can mean 'encoder.*' or 'decoder.*'; say which"):
+        with pytest.raises(UnknownSiteError, match=r"can mean 'encoder.*' or 'decoder.*'; say which"):
             resolve(ambiguous, PAIR)
     assert expand("q", PAIR) == [Site("q", layer, stack) for stack in ("encoder", "decoder") for layer in range(2)]
     assert expand("encoder.q", PAIR) == [Site("q", layer, "encoder") for layer in range(2)]

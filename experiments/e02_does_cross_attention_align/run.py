@@ -46,9 +46,9 @@ def measure(name: str, seed: int, folder: Path) -> pd.DataFrame:
 def by_layer(heads: pd.DataFrame) -> pd.DataFrame:
     """Mean over heads per task × seed × layer on the half that is read; `best` marks the layer chosen on the other half."""
     keys = ["task", "seed", "layer"]
-    means = heads.groupby([*keys, "half"], sort=False)[["mass", "permuted", "chance"]].mean().unstack("half")
-    table = means.xs("read", axis=1, level="half").reset_index()
-    chosen = means["mass"]["choose"].groupby(["task", "seed"]).idxmax()
+    means = heads.groupby(["half", *keys], sort=False)[["mass", "permuted", "chance"]].mean()
+    table = means.loc["read"].reset_index()
+    chosen = means.loc["choose"]["mass"].groupby(["task", "seed"]).idxmax()
     best = pd.MultiIndex.from_tuples(chosen.to_list())
     return table.assign(best=pd.MultiIndex.from_frame(table[keys]).isin(best))
 
@@ -65,7 +65,9 @@ def main() -> None:
     ])  # fmt: skip
     layers = by_layer(heads)
     figures = {
-        name: head_heatmap(rows[rows["half"] == "read"], "mass", "attention on the true source position", f"{name}, mean of seeds")
+        str(name): head_heatmap(
+            rows[rows["half"] == "read"], "mass", "attention on the true source position", f"{name}, mean of seeds"
+        )
         for name, rows in heads.groupby("task", sort=False)
     }
     record.save(arguments.folder / "results", {"heads": heads, "layers": layers}, figures,

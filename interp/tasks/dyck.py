@@ -34,8 +34,8 @@ class Dyck:
     of them. Ground truth: `posterior` and `partner`.
     """
 
-    shortest: int = 16
-    longest: int = 32
+    shortest: int = 12
+    longest: int = 24
     depth: int = 6
     share: float = 0.15
     name: Literal["dyck"] = "dyck"
@@ -161,7 +161,7 @@ class Dyck:
         asked = batch.targets != NOT_ASKED
         return float(self.posterior(batch.inputs.tokens, batch.inputs.mask).amax(-1)[asked].mean())
 
-    def pairs(self, n: int = 64, seed: int = 0, length: int = 24) -> Pairs:
+    def pairs(self, n: int = 64, seed: int = 0, length: int = 20) -> Pairs:
         """Words with one masked closing bracket; in the corrupted word its partner is of the other kind.
 
         Roles: `partner` (the only difference), `masked` (where the answer is read).
@@ -191,7 +191,7 @@ class Dyck:
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """How it is learned on two CPU cores; `changes` override."""
-        defaults: dict[str, Any] = {"steps": 2000, "batch_size": 128, "learning_rate": 3e-3}
+        defaults: dict[str, Any] = {"steps": 1500, "batch_size": 128, "learning_rate": 3e-3}
         return TrainConfig(**{**defaults, **changes})
 
 

@@ -39,7 +39,7 @@ def test_cross_attention_reads_the_source_and_padding_does_not_count_as_chance()
     perfect = torch.nn.functional.one_hot(truth.clamp(min=0), 12).float()[:, None].expand(-1, 2, -1, -1)
     written = run(model, batch.inputs, record="1.cross_pattern", change=Replace("decoder.1.cross_pattern", perfect))
     chosen = written.cache["decoder.1.cross_pattern"].gather(
-        -1, truth.clamp(min=0)[:, None, :, None].expand(-1, 4, -1, -1)
+        -1, truth.clamp(min=0)[:, None, :, None].expand(-1, 2, -1, -1)
     )
     assert (chosen == 1).all()
 

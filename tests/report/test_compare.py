@@ -31,31 +31,48 @@ def test_cases_are_every_family_type_and_grouping():
     assert len(every) == 2 * (2 + 4 * 3) and Case("Llama", "MQA", "float64") in every
     assert {case.heads for case in every if case.layernorm} == {"MHA"}
     tolerances = {(case.layernorm, case.dtype): case.tolerance for case in every}
-    assert tolerances == {(True, "float32"): 1e-4, (False, "float32"): 1e-4, (True, "float64"): 1e-9, (False, "float64"): 1e-6}
+    assert tolerances == {
+        (True, "float32"): 1e-4,
+        (False, "float32"): 1e-4,
+        (True, "float64"): 1e-9,
+        (False, "float64"): 1e-6,
+    }
     with pytest.raises(ValueError, match="family 'T5' is not allowed; allowed: GPT-2"):
         cases(["T5"])
 
 
 def test_every_shared_site_is_equal(small):
-    page, too_far, table = small
+    _page, too_far, table = small
     assert too_far == 0 and set(table["verdict"]) <= {"equal", "peer not finite", "not offered"}
     equal = table[table["verdict"] == "equal"]
     assert (equal["relative"] <= equal["tolerance"]).all() and equal["largest"].gt(0).all()
     assert equal["layers"].ge(1).all()
     assert set(table["peer"]) == {"transformers", "TransformerLens", "torch.nn.Transformer"}
     lens = set(table.loc[table["peer"] == "TransformerLens", "site"])
-    assert {"scores", "pattern", "q_rot", "head_out", "norm1_hat", "ffn_up", "resid_mid", "final_scale", "logits"} <= lens
+    assert {
+        "scores",
+        "pattern",
+        "q_rot",
+        "head_out",
+        "norm1_hat",
+        "ffn_up",
+        "resid_mid",
+        "final_scale",
+        "logits",
+    } <= lens
     assert set(table["padding"]) == {"none", "left", "right"}
     loud = equal[(equal["dtype"] == "float64") & (equal["relative"] > 1e-9)]
     assert len(loud) and loud["note"].str.contains("float32").all()
     torches = equal[(equal["peer"] == "torch.nn.Transformer") & (equal["dtype"] == "float64")]
-    assert torches["relative"].max() < 1e-12 and {"decoder.resid_cross", "decoder.resid_cross_sum"} <= set(torches["site"])
+    assert torches["relative"].max() < 1e-12 and {"decoder.resid_cross", "decoder.resid_cross_sum"} <= set(
+        torches["site"]
+    )
     rows = summary(table)
     assert rows["rows"].sum() == len(table) and rows["too far"].sum() == 0
 
 
 def test_the_page_says_so(small):
-    page, _, table = small
+    page, _, _table = small
     text = page.read_text()
     assert "The same numbers as the models people have" in text and "Qwen3, float64" not in text
     assert text.count("<img") == 3 and "0 above their tolerance" in text

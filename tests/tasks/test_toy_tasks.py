@@ -55,7 +55,7 @@ def test_the_default_model_takes_its_batches(name):
     logits = run(model, batch.inputs).logits  # checks the inputs against the model
     assert logits.shape[-1] == len(task.vocabulary)
     found = judge(model, batch)
-    assert 0 <= found["exact"] <= found["accuracy"] <= 1 and found["nats"] > 0 and found["n"] == 4
+    assert 0 <= found["exact"] <= 1 and 0 <= found["accuracy"] <= 1 and found["nats"] > 0 and 1 <= found["n"] <= 4
 
 
 @pytest.mark.parametrize("name", TOY)
