@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from interp.analyses.attention_mass import attention_mass
 from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
 from interp.analyses.logit_lens import logit_lens
 from interp.generate import Generated, generate
@@ -79,6 +80,7 @@ __all__ = [
     "Transformer",
     "Vocabulary",
     "Zero",
+    "attention_mass",
     "center",
     "ffn_keys",
     "ffn_triggers",

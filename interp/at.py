@@ -78,6 +78,10 @@ def select(site: Site, shape: torch.Size | tuple[int, ...], at: Any, inputs: Inp
 def _entry(site: Site, axis: str, size: int, entry: Any, inputs: Inputs) -> Any:
     """One axis's index as int, slice, list of ints, or per-example tensor [batch]; checked against the axis's size."""
     what = f"{axis} of '{site}'"
+    if isinstance(entry, slice) and entry.step is not None and entry.step < 1:
+        raise SelectionError(
+            f"{what}: {entry} steps backwards; allowed: steps of 1 or more, or a list in the order wanted"
+        )
     if isinstance(entry, slice):
         if axis in POSITION_AXES and inputs.mask is not None and min(entry.start or 0, entry.stop or 0) < 0:
             raise SelectionError(f"{what}: {entry} counts from the end, which padding moves; give positions from the start, "

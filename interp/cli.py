@@ -58,8 +58,8 @@ class Compare:
 
     folder: Path = Path("runs/compare")
     """Where to; must be new."""
-    families: tuple[str, ...] = ("GPT-2", "BERT", "Llama", "Mistral", "Qwen2", "Qwen3")
-    """Which model families."""
+    families: tuple[str, ...] = ("GPT-2", "BERT", "Llama", "Mistral", "Qwen2", "Qwen3", "torch")
+    """Which model families; torch is our encoder-decoder against torch.nn.Transformer."""
     seed: int = 0
     """Weights and prompts."""
 
@@ -113,13 +113,11 @@ def _train(command: Train) -> None:
 
 
 def _task(command: Train) -> Any:
-    from interp.tasks import TASKS, ToyFacts
+    from interp.tasks import ToyFacts, as_task
 
-    if command.task not in TASKS:
-        raise ValueError(f"task {command.task!r} is not allowed; allowed: {', '.join(map(repr, TASKS))}")
     if command.n_subjects and command.task != "facts":
         raise ValueError(f"n_subjects={command.n_subjects} is not allowed for task {command.task!r}; it is for 'facts'")
-    return ToyFacts(n_subjects=command.n_subjects) if command.n_subjects else TASKS[command.task]()
+    return ToyFacts(n_subjects=command.n_subjects) if command.n_subjects else as_task(command.task)
 
 
 def _report(command: Report) -> None:
@@ -133,7 +131,7 @@ def _compare(command: Compare) -> None:
     from interp.report.compare import build
 
     page, too_far = build(command.folder, command.families, command.seed)
-    print(f"wrote {page}")
+    print(f"{too_far} comparisons above their tolerance; wrote {page}")
     if too_far:
         raise ValueError(f"{too_far} comparisons are above their tolerance; see {page}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from interp.at import POSITION_AXES, SelectionError, side
 from interp.hookable import Hookable, require_head
-from interp.interventions import HasCache, Intervention, InterventionError
+from interp.interventions import AddNoise, HasCache, Intervention, InterventionError
 from interp.model.inputs import Inputs, InputsError, KVCache
 from interp.model.transformer import Transformer
 from interp.run import Cache, Run, RunTap, prepare, record_sites
@@ -43,7 +43,7 @@ class Generated:
 def generate(
     model: Hookable,
     inputs: Any,
-    max_new: int = 20,
+    max_new: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -57,21 +57,26 @@ def generate(
 ) -> Generated:
     """Up to `max_new` tokens: greedy at temperature 0, else sampled from softmax(logits/temperature).
 
-    inputs: the prompt; a prefix decoder's may have prefix_length, an encoder-decoder's is its target so far (BOS) beside
-    source=. Prompts of different length: pad with a mask. top_k keeps the k likeliest tokens, top_p the smallest set
-    whose probability reaches p. A sequence that has produced a `stop` token repeats it; generation ends when all have.
-    record, change: as in `run`; positions in `at` are absolute: columns of the prompt from 0, then of the new tokens, and a
-    change holds for its positions whenever they are run (one after the end of generation never is). The same result with
-    and without the cache of keys and values; a bridged model recomputes.
+    max_new: None is 20, or as many as n_ctx leaves room for. inputs: the prompt; a prefix decoder's may have
+    prefix_length, an encoder-decoder's is its target so far (BOS) beside source=. Prompts of different length: pad with
+    a mask. top_k keeps the k likeliest tokens, top_p the smallest set whose probability reaches p. A sequence that has
+    produced a `stop` token repeats it; generation ends when all have. record, change: as in `run`; positions in `at`
+    are absolute: columns of the prompt from 0, then of the new tokens, and a change holds for its positions whenever
+    they are run (one after the end of generation never is). The same result with and without the cache of keys and
+    values; a bridged model recomputes.
     Raises InputsError (too long, bad ids, bad options), SelectionError, InterventionError, UnknownSiteError.
     """
     require_head(model)
     inputs = prepare(model, inputs, tokenizer, prefix)
-    _check_options(model, inputs, max_new, temperature, top_k, top_p)
+    max_new = max(1, min(20, model.config.n_ctx - inputs.length + 1)) if max_new is None else max_new
+    stop = (
+        [stop] if isinstance(stop, int | str) else torch.as_tensor(stop).flatten().tolist() if stop is not None else []
+    )
+    _check_options(model, inputs, max_new, temperature, top_k, top_p, stop)
     generator = torch.Generator().manual_seed(seed)
-    stops = torch.tensor([stop] if isinstance(stop, int) else list(stop), device=inputs.tokens.device).long()
+    stops = torch.tensor(stop, device=inputs.tokens.device).long()
     cache = KVCache() if use_cache and isinstance(model, Transformer) else None
-    changes = (change,) if isinstance(change, Intervention) else tuple(change)
+    changes = (change,) if isinstance(change, Intervention) else tuple(change or ())
     tap = _GenerationTap(model, inputs, max_new, record_sites(model, record), changes)
     new, chosen_from, step = [], [], inputs
     done = torch.zeros(inputs.batch, dtype=torch.bool, device=inputs.tokens.device)
@@ -139,6 +144,9 @@ class _GenerationTap(RunTap):
             if self._moves(site, axis) and _counts_from_the_end(entry):
                 raise SelectionError(f"{axis} of '{site}': {entry!r} counts from an end that moves; allowed: absolute positions "
                                      f"0 … {self.horizon.length - 1}")  # fmt: skip
+        if isinstance(change, AddNoise) and "query" in site.spec.axes:
+            raise InterventionError(f"AddNoise at '{site}' would depend on how long the sequence becomes; allowed: sites without "
+                                    "edges, or Add with values of your own")  # fmt: skip
         for name in ("value", "run", "reference"):
             held = getattr(change, name, None)
             if isinstance(held, HasCache) or (name == "reference" and isinstance(held, Tensor)):
@@ -170,7 +178,7 @@ def _counts_from_the_end(entry: Any) -> bool:
         return min(entry.start or 0, entry.stop or 0) < 0
     if isinstance(entry, Tensor):
         return bool((entry < 0).any())
-    numbers = entry if isinstance(entry, list) else [entry]
+    numbers = list(entry) if isinstance(entry, list | range) else [entry]
     return any(isinstance(one, int) and one < 0 for one in numbers)
 
 
@@ -218,16 +226,25 @@ def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float 
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-def _check_options(model, inputs: Inputs, max_new: int, temperature: float, top_k, top_p) -> None:
+def _check_options(model, inputs: Inputs, max_new: int, temperature: float, top_k, top_p, stop) -> None:
     if getattr(model.config, "kind", "decoder") == "encoder":
         raise InputsError("kind='encoder' sees both sides of a position and cannot generate; allowed: a decoder")
     if inputs.embeddings is not None or inputs.segments is not None:
         raise InputsError("generation appends token ids: embeddings= and segments= are not allowed")
+    for name, value, kind in (("max_new", max_new, int), ("top_k", top_k, int), ("top_p", top_p, float | int),
+                              ("temperature", temperature, float | int)):  # fmt: skip
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value != value):
+            raise InputsError(
+                f"{name}={value!r} is not allowed; allowed: a number" + (" without fraction" if kind is int else "")
+            )
     if max_new < 1 or inputs.length + max_new - 1 > model.config.n_ctx:
         room = model.config.n_ctx - inputs.length + 1
         raise InputsError(f"max_new={max_new} after {inputs.length} tokens is not allowed; allowed: 1 … {room}")
-    if temperature < 0:
-        raise InputsError(f"temperature={temperature} is not allowed; allowed: 0 (greedy) or more")
+    bad = [one for one in stop if not isinstance(one, int) or not 0 <= one < model.config.vocab]
+    if bad:
+        raise InputsError(f"stop holds {bad[0]!r}; allowed: token ids 0 … {model.config.vocab - 1}")
+    if temperature < 0 or 0 < temperature < 1e-6:
+        raise InputsError(f"temperature={temperature} is not allowed; allowed: 0 (greedy), or 1e-6 and more")
     if top_k is not None and top_k < 1:
         raise InputsError(f"top_k={top_k} is not allowed; allowed: 1 or more")
     if top_p is not None and not 0 < top_p <= 1:

@@ -42,8 +42,18 @@ class Hookable(Protocol):
         ...
 
 
+def require_hookable(model: Any) -> None:
+    """UnsupportedModelError for an object that is no Hookable, with what to pass instead."""
+    if not hasattr(model, "sites"):
+        instead = "an interp.Transformer, or interp.from_transformer_lens(model) around another library's"
+        if hasattr(model, "original_model") and hasattr(model.original_model, "sites"):
+            instead = "the Transformer behind it, its .original_model"
+        raise UnsupportedModelError(f"a {type(model).__name__} cannot be read or changed here; allowed: {instead}")
+
+
 def require_head(model: Hookable) -> None:
     """UnsupportedModelError when the model has no unembedding, so that its output would not be logits."""
+    require_hookable(model)
     if model.weight("W_U") is None:
         raise UnsupportedModelError("this needs logits, and the model has no unembedding (head=False)")
 

@@ -48,6 +48,7 @@ class Intervention:
 
     def apply(self, value: Tensor, inputs: Inputs) -> Tensor:
         """A new tensor in which the selection holds `edited(selection)`."""
+        _refuse_other_padding(self, inputs)
         index = select(self.place, value.shape, getattr(self, "at", ()), inputs)
         chosen = value[index]
         new = self.edited(chosen, value, index)
@@ -159,20 +160,29 @@ class AddNoise(Intervention):
 
     def edited(self, chosen: Tensor, value: Tensor, index: tuple[Any, ...]) -> Any:
         generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(chosen.shape, generator=generator, dtype=torch.float64)
+        # Drawn position by position, so that a longer sequence begins with the same noise.
+        turned = chosen.movedim(1, 0) if chosen.ndim > 1 else chosen
+        noise = torch.randn(turned.shape, generator=generator, dtype=torch.float64)
+        noise = noise.movedim(0, 1) if chosen.ndim > 1 else noise
         return chosen + (noise * self.std).to(chosen)
 
 
 @dataclass(frozen=True, eq=False)
 class KnockOut(Intervention):
-    """Cut attention edges: scores at (head, query, key) become −∞; a query left without an edge gets z = 0."""
+    """Cut attention edges: scores at (head, query, key) become −∞; a query left without an edge gets z = 0.
+
+    site: "L.scores" or "L.cross_scores" (whose keys are source positions). at=(2, "final", [0, 3]): of head 2, from the role
+    "final" to positions 0 and 3; missing trailing entries mean all, () every edge.
+    """
 
     at: Any = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.place.name not in ("scores", "cross_scores"):
-            raise InterventionError(f"KnockOut cuts attention edges: site must be 'L.scores', got '{self.site}'")
+            raise InterventionError(
+                f"KnockOut cuts attention edges: site must be 'L.scores' or 'L.cross_scores', got '{self.site}'"
+            )
 
     def edited(self, chosen: Tensor, value: Tensor, index: tuple[Any, ...]) -> Any:
         return torch.full_like(chosen, float("-inf"))
@@ -196,6 +206,27 @@ class Project(Intervention):
         q = torch.linalg.qr(basis.double().T).Q.to(chosen)
         inside = chosen @ q @ q.T
         return inside if self.keep else chosen - inside
+
+
+def _refuse_other_padding(change: Intervention, inputs: Inputs) -> None:
+    """A run to take values from must have its real tokens where this one has them: indices are this one's."""
+    for name in ("value", "run", "reference"):
+        held = getattr(getattr(change, name, None), "inputs", None)
+        if not isinstance(held, Inputs):
+            continue
+        for field in ("mask", "source_mask"):
+            own, other = getattr(inputs, field), getattr(held, field)
+            same = own is other or _as_mask(own, other).equal(_as_mask(other, own))
+            if not same:
+                raise InterventionError(f"the run that {type(change).__name__} at '{change.site}' takes its values from has its "
+                                        f"padding elsewhere ({field}); allowed: runs padded alike")  # fmt: skip
+
+
+def _as_mask(mask: Tensor | None, like: Tensor | None) -> Tensor:
+    if mask is not None:
+        return mask.cpu()
+    assert like is not None
+    return torch.ones_like(like).cpu()
 
 
 def _refuse_padding(change: Intervention, at: Any, inputs: Inputs) -> None:

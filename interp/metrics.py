@@ -45,6 +45,7 @@ class Metric:
         return logits.gather(-1, entries[:, None].expand(-1, logits.shape[1], -1))
 
     def __call__(self, logits: Tensor) -> Tensor:
+        """The metric of the slice that `read` gives; `evaluate(metric, logits, inputs)` does both from full logits."""
         return self.function(logits)
 
 
@@ -98,13 +99,21 @@ def kl_divergence(reference: Any, position: Any = -1) -> Metric:
 
 
 def loss(inputs: Inputs) -> Metric:
-    """Mean next-token cross-entropy of `inputs` over their real tokens, in nats per token."""
+    """Mean next-token cross-entropy of `inputs` over their real tokens, in nats per token.
+
+    Tokens inside a prefix decoder's prefix are seen, not predicted, and do not count. (For an encoder, which sees every token,
+    the number says nothing.)
+    """
     if inputs.length < 2:
         raise InputsError(f"the loss of next tokens needs at least 2 positions, got {inputs.length}")
     targets = inputs.tokens[:, 1:]
     real = torch.ones_like(targets, dtype=torch.bool)
     if inputs.mask is not None:
         real = inputs.mask[:, 1:] & inputs.mask[:, :-1]
+    if inputs.prefix_length is not None:
+        place = torch.ones_like(inputs.tokens) if inputs.mask is None else inputs.mask.long()
+        place = place.cumsum(1) - 1
+        real = real & (place[:, 1:] >= inputs.prefix_length[:, None].to(place.device))
     if not bool(real.any(1).all()):
         rows = (~real.any(1)).nonzero()[:, 0].tolist()
         raise InputsError(f"the loss of next tokens needs at least 2 real tokens; example(s) {rows[:5]} have fewer")

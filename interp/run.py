@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp.hookable import Hookable
+from interp.hookable import Hookable, require_hookable
 from interp.interventions import Intervention
 from interp.model.inputs import Inputs, InputsError, as_inputs
-from interp.sites import SITES, Site, UnknownSiteError, expand, named, resolve, suggest
+from interp.sites import SITES, STACKS, Site, UnknownSiteError, expand, named, resolve, suggest
 from interp.tokens import tokenize
 
 
@@ -61,11 +61,16 @@ class Cache(Mapping[Site, Tensor]):
 
         stack: which of an encoder-decoder's (where only one was recorded it need not be said). KeyError if none was.
         """
+        if name.split(".")[0] in STACKS:  # "encoder.resid_post", as record= takes it
+            first, _, name = name.partition(".")
+            stack = stack or first
         if name not in SITES:
             raise UnknownSiteError(f"unknown site {name!r}{suggest(name, SITES)}; allowed: {', '.join(SITES)}")
         found = sorted((s for s in self if s.name == name and stack in (None, s.stack)), key=lambda s: s.layer or 0)
         if len({site.stack for site in found}) > 1:
             raise KeyError(f"{name!r} was recorded in both stacks; say stack='encoder' or stack='decoder'")
+        if stack is not None and stack not in STACKS:
+            raise UnknownSiteError(f"unknown stack {stack!r}; allowed: {', '.join(STACKS)}")
         if not found:
             raise KeyError(
                 f"{name!r} was not recorded at any layer; recorded: {', '.join(map(str, self)) or 'nothing'}"
@@ -104,7 +109,7 @@ def run(
     Raises InputsError, UnknownSiteError, SelectionError, InterventionError, NotReachedError, NaNWeightsError.
     """
     inputs = prepare(model, inputs, tokenizer, prefix)
-    changes = (change,) if isinstance(change, Intervention) else tuple(change)
+    changes = (change,) if isinstance(change, Intervention) else tuple(change or ())
     tap = RunTap(model, inputs, record_sites(model, record), changes, tuple(wanted), keep_graph=grad)
     with torch.set_grad_enabled(grad):
         logits = model(inputs, tap)
@@ -116,12 +121,13 @@ def run(
 
 def record_sites(model: Hookable, record: str | Site | Iterable[str | Site]) -> list[Site]:
     """The sites that `record` names, in the order given, each once."""
-    asked = [record] if isinstance(record, str | Site) else list(record)
+    asked = [record] if isinstance(record, str | Site) else list(record or ())
     return list(dict.fromkeys(site for one in asked for site in expand(one, model.sites)))
 
 
 def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequence[int] | None = None) -> Inputs:
     """Inputs on the model's device, every value checked against the model. Raises InputsError."""
+    require_hookable(model)
     is_text = isinstance(inputs, str) or (isinstance(inputs, list | tuple) and inputs and isinstance(inputs[0], str))
     if is_text and tokenizer is not None:
         inputs = tokenize(inputs, tokenizer, prefix)
@@ -132,7 +138,8 @@ def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequenc
     inputs = replace(inputs, tokens=inputs.tokens.long())  # any integer type is accepted, one is used
     if inputs.source is not None:
         inputs = replace(inputs, source=inputs.source.long())
-    inputs = replace(inputs, roles={name: role.long() for name, role in inputs.roles.items()})
+    for field in ("roles", "source_roles"):
+        inputs = replace(inputs, **{field: {name: role.long() for name, role in getattr(inputs, field).items()}})
     device = getattr(model, "device", None)
     return inputs if device is None else inputs.to(device)
 
@@ -150,14 +157,21 @@ def check_inputs(model: Hookable, inputs: Inputs) -> None:
             )
     if inputs.embeddings is not None:
         _check_shape("embeddings", inputs.embeddings, (*inputs.tokens.shape, config.d_model))
-    longest = inputs.length if inputs.source is None else max(inputs.length, inputs.encoder.length)
     for name, role in inputs.roles.items():
-        _check_ints(f"role {name!r}", role, (inputs.batch,), longest - 1)
+        _check_ints(f"role {name!r}", role, (inputs.batch,), inputs.length - 1)
+    if inputs.source_roles and inputs.source is None:
+        raise InputsError(
+            f"source_roles name positions of a source: {', '.join(inputs.source_roles)}; these inputs have none"
+        )
+    for name, role in inputs.source_roles.items():
+        _check_ints(f"source role {name!r}", role, (inputs.batch,), inputs.encoder.length - 1)
 
 
 def _check_tokens(inputs: Inputs, config: Any, name: str, mask: str) -> None:
     """One stack's token ids and mask; `name` and `mask` are what the caller calls them."""
     tokens = inputs.tokens
+    if not isinstance(tokens, Tensor):
+        raise InputsError(f"{name} must be an int tensor [batch pos], got {type(tokens).__name__}")
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InputsError(f"{name} must have axes [batch pos], none empty; got shape {tuple(tokens.shape)}")
     if tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
@@ -191,6 +205,11 @@ def _check_optional(inputs: Inputs, config: Any) -> None:
         _check_ints("segments", inputs.segments, inputs.tokens.shape, config.n_segments - 1)
     if inputs.prefix_length is not None:
         _check_ints("prefix_length", inputs.prefix_length, (inputs.batch,), inputs.length)
+        real = inputs.length if inputs.mask is None else inputs.mask.sum(1).to(inputs.prefix_length.device)
+        if bool((inputs.prefix_length > real).any()):
+            row = int((inputs.prefix_length > real).nonzero()[0, 0])
+            raise InputsError(f"prefix_length holds {int(inputs.prefix_length[row])} for example {row}; allowed: at most its "
+                              "real tokens, padding is no part of a prefix")  # fmt: skip
 
 
 def _check_ints(name: str, value: Tensor, shape: Any, high: int) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from interp.bridges.families import FAMILIES, BridgeError, Family, Name, misfit, refuse
+from interp.hookable import Hookable
 from interp.model.checkpoint import fill
 from interp.model.config import ModelConfig
-from interp.model.transformer import Transformer
+from interp.model.transformer import Transformer, require_transformer
 
 
 def optional(module: str, extra: str) -> Any:
@@ -41,6 +42,10 @@ def from_huggingface(
     if isinstance(model, str | Path):
         model = _load(str(model), revision, dtype)
     architecture = type(model).__name__
+    if isinstance(model, Hookable):
+        raise BridgeError(
+            f"this {architecture} can already be read and changed here; allowed: a transformers model, folder or name"
+        )
     if architecture not in FAMILIES:
         raise BridgeError(f"architecture {architecture} is not supported; allowed: {', '.join(FAMILIES)}. What does not fit: "
                           f"{misfit(architecture, model.config)}. interp.from_transformer_lens(model) wraps it as it is, "
@@ -70,6 +75,7 @@ def to_huggingface(model: Transformer) -> Any:
     GPT-2, Llama, Mistral, Qwen2, Qwen3 or BertModel: whether one does is decided by reading its config back. Raises
     BridgeError naming the fields in which the nearest family differs.
     """
+    require_transformer(model, "to_huggingface")
     transformers = optional("transformers", "hf")
     family, config = _fitting(transformers, model.config)
     with torch.random.fork_rng(devices=[]):  # their weights are drawn and thrown away; the caller's generator stays put

@@ -78,6 +78,8 @@ class Attention(nn.Module):
         if mask is not None:  # again: no change of scores may open an edge that the mask closes
             scores = scores.masked_fill(~mask, float("-inf"))
         pattern = tap(self.sites.pattern, softmax_or_zero(scores))
+        if mask is not None and tap.wants(self.sites.pattern):  # nor may a change of the pattern
+            pattern = pattern.masked_fill(~mask, 0.0)
         return torch.matmul(pattern, v.transpose(1, 2)).transpose(1, 2)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:

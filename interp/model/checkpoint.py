@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from interp.model.config import ConfigError, ModelConfig
-from interp.model.transformer import Transformer
+from interp.model.transformer import Transformer, require_transformer
 
 FORMAT = "interp-1"
 
@@ -28,6 +28,7 @@ def save(model: Transformer, folder: str | Path, extra: dict[str, Any] | None = 
     extra: JSON values to keep beside the config (task, tokenizer's words, provenance). FileExistsError if `folder`
     exists.
     """
+    require_transformer(model, "save")
     folder = Path(folder)
     for name, tensor in model.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
@@ -66,6 +67,8 @@ def read_document(folder: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     found = document.get("format") if isinstance(document, dict) else type(document).__name__
+    if found != FORMAT and (path.parent / "model" / path.name).is_file():
+        raise CheckpointError(f"{folder} is a training folder; allowed: its model, {path.parent / 'model'}")
     if found != FORMAT:
         raise CheckpointError(
             f"{path} has format {found!r}; allowed: {FORMAT!r} (for a transformers folder use interp.from_huggingface)"

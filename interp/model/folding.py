@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from interp.model.config import ConfigError, ModelConfig
-from interp.model.transformer import Transformer
+from interp.model.positions import sinusoidal
+from interp.model.transformer import Transformer, require_transformer
 
 
 @torch.no_grad()
@@ -24,6 +25,7 @@ def fold_norm(model: Transformer) -> Transformer:
     gain: the embedding norm, and the final norm of a model without head. Logits stay the same up to rounding; folding twice
     changes nothing. Raises ConfigError for post-norm, where the normed vector is the stream itself.
     """
+    require_transformer(model, "fold_norm")
     _refuse(model, "fold_norm", model.config.norm_position == "pre", "norm_position='pre'")
     places = {"qkv", "ffn"} if model.config.norm == "layernorm" else set()
     if places and model.config.head and model.config.final_norm:
@@ -50,14 +52,17 @@ def center(model: Transformer) -> Transformer:
     """A new model in which everything written to the stream has mean 0 over its d_model entries, with the same logits.
 
     Only LayerNorm subtracts the mean again, so only a pre-norm LayerNorm model with a final norm qualifies; anything else
-    raises ConfigError. The unembedding stays as it is.
+    raises ConfigError. The unembedding stays as it is; sinusoidal positions become a learned table of the centred sinusoids.
     """
+    require_transformer(model, "center")
     config = model.config
     _refuse(model, "center", config.norm_position == "pre", "norm_position='pre'")
     _refuse(model, "center", config.norm == "layernorm", "norm='layernorm'")
     _refuse(model, "center", bool(config.final_norm), "final_norm=True")
     _refuse(model, "center", not config.embedding_norm, "embedding_norm=False")
     new = _copy(model)
+    if config.positions == "sinusoidal":
+        new = _with_table(new)
     rows = [new.embedding.weight, new.W_pos, new.segment_embedding and new.segment_embedding.weight]
     writers: list[nn.Linear] = []
     for block in _blocks(new):
@@ -94,6 +99,14 @@ def _copy(model: Transformer, biases: Iterable[str] = ()) -> Transformer:
         given["unembedding.weight"] = given["embedding.weight"]
     for name, parameter in new.named_parameters():
         parameter.copy_(given[name]) if name in given else parameter.zero_()
+    return new.train(model.training)
+
+
+def _with_table(model: Transformer) -> Transformer:
+    """The same model with its sinusoids as a table of weights."""
+    new = Transformer(dataclasses.replace(model.config, positions="learned"), seed=None).to(model.device, model.dtype)
+    table = sinusoidal(torch.arange(model.config.n_ctx, device=model.device), model.config.d_model, model.dtype)
+    new.load_state_dict({**model.state_dict(), "W_pos": table})
     return new.train(model.training)
 
 

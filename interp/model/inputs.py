@@ -6,7 +6,7 @@ Values are checked by `interp.run`, `interp.generate`, the data and the loading 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,8 @@ class Inputs:
     [batch source_pos]: what an encoder-decoder's encoder reads (tokens are the decoder's). prefix_length [batch]: how
     many real tokens form a prefix decoder's prefix. embeddings [batch pos d_model]: used instead of the
     token embeddings. segments [batch pos] int.
-    roles: names for per-example positions, name -> int tensor [batch]; `at` and metrics accept the names.
+    roles: names for per-example positions, name -> int tensor [batch]; `at` and metrics accept the names. source_roles: the
+    same for positions of the source, which sites of the encoder and the keys of cross-attention have.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class Inputs:
     embeddings: Tensor | None = None
     segments: Tensor | None = None
     roles: Mapping[str, Tensor] = field(default_factory=dict)
+    source_roles: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -59,32 +61,34 @@ class Inputs:
 
     @property
     def encoder(self) -> Inputs:
-        """What the encoder of an encoder-decoder reads: `source` and its mask. Roles keep their names."""
+        """What the encoder of an encoder-decoder reads: `source`, its mask and its roles."""
         if self.source is None:
             raise InputsError(
                 "kind='encoder-decoder' needs source= [batch source_pos] beside the target's tokens; got None"
             )
-        return Inputs(self.source, mask=self.source_mask, roles=self.roles)
+        return Inputs(self.source, mask=self.source_mask, roles=self.source_roles)
 
     def to(self, device: torch.device | str) -> Inputs:
         """The same inputs on `device`."""
-
-        def move(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        values = {name: move(getattr(self, name)) for name in self.__dataclass_fields__ if name != "roles"}
-        return Inputs(**values, roles={name: move(role) for name, role in self.roles.items()})
+        return self._each(lambda value: value.to(device))
 
     def select(self, rows: Any) -> Inputs:
         """The sequences that `rows` (slice, list or int tensor) picks."""
         if isinstance(rows, list):
             rows = torch.tensor(rows, device=self.tokens.device)
+        return self._each(lambda value: value[rows])
 
-        def pick(value: Any) -> Any:
-            return value[rows] if isinstance(value, Tensor) else value
-
-        values = {name: pick(getattr(self, name)) for name in self.__dataclass_fields__ if name != "roles"}
-        return Inputs(**values, roles={name: pick(role) for name, role in self.roles.items()})
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        """Every tensor, roles too, passed through `function`."""
+        values: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                value = function(value)
+            elif isinstance(value, Mapping):
+                value = {role: function(positions) for role, positions in value.items()}
+            values[name] = value
+        return Inputs(**values)
 
 
 def as_inputs(inputs: Any) -> Inputs:
@@ -113,6 +117,16 @@ def teacher_forced(targets: Tensor, bos: int, mask: Tensor | None = None, **fiel
     mask [batch pos]: which targets are real; BOS stands where the first real one is asked for, left padding or not. fields:
     the other fields of Inputs, such as source=.
     """
+    if (
+        not isinstance(targets, Tensor)
+        or targets.ndim != 2
+        or targets.dtype.is_floating_point
+        or not isinstance(bos, int)
+    ):
+        found = f"{targets.dtype} {tuple(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+        raise InputsError(f"targets must be ints [batch pos] and bos a token id; got {found} and {bos!r}")
+    if mask is not None and (mask.shape != targets.shape or mask.dtype != torch.bool):
+        raise InputsError(f"mask must be bool {tuple(targets.shape)}, got {mask.dtype} {tuple(mask.shape)}")
     before = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.clone()
     before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], 1)  # is there a target before this position?
     tokens = torch.where(before, torch.cat([targets[:, :1], targets[:, :-1]], 1), bos)
@@ -123,7 +137,8 @@ class KVCache:
     """Keys and values of the positions already computed, so that generation only computes new ones.
 
     `keys[l]`, `values[l]` are [batch pos kv_head d_head] as they enter the scores. One cache belongs to one
-    sequence of calls; `model(inputs, kv_cache=cache)` extends it by the inputs' positions.
+    sequence of calls; `model(inputs, kv_cache=cache)` extends it by the inputs' positions. A prefix decoder's first call must
+    hold the whole prefix: its tokens see each other, and a later call cannot change what an earlier one computed.
     """
 
     def __init__(self) -> None:

@@ -69,6 +69,7 @@ class Transformer(nn.Module):
         self.encoder = Encoder(config.encoder) if two else None
         if seed is not None:  # None: the caller fills the weights
             self.reset(seed)
+        self.eval()  # there is no dropout, so modes change nothing; other libraries ask for this one
 
     @property
     def additive_stream(self) -> bool:
@@ -195,3 +196,9 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         """The weights' floating-point type."""
         return self.embedding.weight.dtype
+
+
+def require_transformer(model: Any, what: str) -> None:
+    """TypeError for anything but our own Transformer, whose weights `what` needs."""
+    if not isinstance(model, Transformer):
+        raise TypeError(f"{what} needs an interp.Transformer, whose weights it knows; got {type(model).__name__}")

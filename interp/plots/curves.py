@@ -20,10 +20,11 @@ def training_curves(curves: pd.DataFrame, title: str = "") -> Figure:
     need(curves, ["step", "split", "loss", "accuracy"])
     figure, (left, right) = new_figure(2, 3.6, 2.7)
     loss = curves.drop_duplicates("step")
-    left.plot(loss["step"], loss["loss"], color=COLOURS[0])
+    dots = "." if len(loss) < 20 else ""  # a single evaluation is a point, not an invisible line
+    left.plot(loss["step"], loss["loss"], color=COLOURS[0], marker=dots)
     left.set(xlabel="training step", ylabel="loss of the batch (nats)", yscale="log")
     for colour, (split, rows) in zip(COLOURS, curves.groupby("split", sort=False), strict=False):
-        right.plot(rows["step"], 100 * rows["accuracy"], color=colour, label=str(split).replace("_", " "))
+        right.plot(rows["step"], 100 * rows["accuracy"], color=colour, marker=dots, label=str(split).replace("_", " "))
     right.set(xlabel="training step", ylabel="accuracy (% of asked tokens)", ylim=(0, 102))
     right.legend(frameon=False)
     if title:

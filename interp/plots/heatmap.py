@@ -53,14 +53,21 @@ def effect_heatmaps(
 def head_heatmap(
     table: pd.DataFrame,
     value: str = "effect",
-    unit: str = UNIT,
+    unit: str | None = None,
     title: str = "",
 ) -> Figure:
-    """Layer × head of one per-head site; table: columns layer, head, `value`."""
+    """Layer × head of one per-head quantity; table: columns layer, head, `value`.
+
+    unit: label of the colour bar; by default the effect's, or the column's name. A signed effect's scale is centred at 0, any
+    other quantity without negative values starts there.
+    """
     need(table, ["layer", "head", value])
+    unit = unit or (UNIT if value == "effect" else value.replace("_", " "))
     grid = table.pivot_table(index="layer", columns="head", values=value, aggfunc="mean")
     figure, [ax] = new_figure(1, max(3.2, 0.34 * grid.shape[1] + 1.4), max(2.9, 0.13 * grid.shape[0] + 1.3))
-    image = _draw(ax, grid, max(float(table[value].abs().max()), 1e-9))
+    image = _draw(
+        ax, grid, max(float(table[value].abs().max()), 1e-9), signed=value == "effect" or bool((table[value] < 0).any())
+    )
     ax.set_xticks(range(grid.shape[1]), [str(head) for head in grid.columns])
     ax.set_xlabel("head")
     _layer_axis(ax, list(grid.index))
@@ -70,14 +77,14 @@ def head_heatmap(
     return figure
 
 
-def _draw(ax: Axes, grid: pd.DataFrame, top: float):
+def _draw(ax: Axes, grid: pd.DataFrame, top: float, signed: bool = True):
     ax.set_facecolor("#dddddd")  # cells that were not swept
     return ax.imshow(
         np.ma.masked_invalid(grid.to_numpy(dtype=float)),
         aspect="auto",
         origin="lower",
-        cmap="RdBu_r",
-        vmin=-top,
+        cmap="RdBu_r" if signed else "Blues",
+        vmin=-top if signed else 0.0,
         vmax=top,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,10 +54,10 @@ def _limits(real: bool) -> Section:
     return section
 
 
-def provenance_section(folder: Path, started: float) -> Section:
+def provenance_section(folder: Path, started: float, **about_run: Any) -> Section:
     """How a page was made, on the page and in provenance.json."""
     section = Section("How this page was made")
-    about = record.provenance(started=started)
+    about = record.provenance(started=started, **about_run)
     record.write_json(folder / "provenance.json", about)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     state = " with uncommitted changes" if about["uncommitted"] else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from interp import record
-from interp.bridges.compare import FAMILIES, compare
+from interp.bridges.compare import EVERY, compare
 from interp.plots import parity_map
 from interp.report.build import provenance_section
 from interp.report.page import Section, render
@@ -24,7 +24,7 @@ LEAD = (
 
 
 def build(
-    folder: str | Path, families: Sequence[str] = tuple(FAMILIES), seed: int = 0, progress: bool = True
+    folder: str | Path, families: Sequence[str] = EVERY, seed: int = 0, progress: bool = True
 ) -> tuple[Path, int]:
     """Compare and write a new `folder`: parity.parquet, figures, index.html; returns its path and how many rows are too far."""
     folder, started = Path(folder), time.time()
@@ -37,7 +37,7 @@ def build(
         _summary(table, too_far),
         *(_peer(folder, peer, rows) for peer, rows in table.groupby("peer", sort=False)),
     ]
-    sections += [_notes(table), provenance_section(folder, started)]
+    sections += [_notes(table), provenance_section(folder, started, config={"families": list(families)}, seed=seed)]
     return render(folder / "index.html", TITLE, LEAD, sections), too_far
 
 

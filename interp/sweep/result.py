@@ -32,6 +32,12 @@ class SweepResult:
     engine: str = "reference"
     work: Mapping[str, int] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        sites = ", ".join(
+            f"{site} {'×'.join(self.axes[site])} {tuple(values.shape[:-1])}" for site, values in self.values.items()
+        )
+        return f"SweepResult({self.metric}, {self.direction}, {len(self.clean)} examples: {sites})"
+
     def table(self) -> pd.DataFrame:
         """One row per site × cell × example: columns site, layer, head, position, role, example, clean, corrupted,
         patched. Axes that a site was not swept over are missing values."""

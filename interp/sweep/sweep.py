@@ -111,7 +111,10 @@ def _grid(
     """The coordinates of each swept axis of one site."""
     found = expand(name, model.sites)
     shape = dict(zip(_spec(name).axes, base.cache[found[0]].shape[1:], strict=True))
-    sizes: dict[str, list] = {"layer": [site.layer for site in found], "role": list(base.inputs.roles)}
+    sizes: dict[str, list] = {
+        "layer": [site.layer for site in found],
+        "role": list(side(found[0], "position", base.inputs).roles),
+    }
     for axis, candidates in _AXIS_OF.items():
         size = next((shape[candidate] for candidate in candidates if candidate in shape), None)
         if axis != "role" and size is not None:
@@ -123,6 +126,10 @@ def _grid(
 
 def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, engine: str) -> None:
     _check_pairs(clean, corrupted, "prompts")
+    for name in ("prefix_length", "segments"):
+        a, b = getattr(clean, name), getattr(corrupted, name)
+        if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
+            raise SweepError(f"clean and corrupted prompts differ in {name}; pairs may differ in their tokens only")
     if clean.source is not None:
         _check_pairs(clean.encoder, corrupted.encoder, "sources")
     for value, allowed, what in (
@@ -153,7 +160,9 @@ def _check(model, clean: Inputs, corrupted: Inputs, names, by, direction: str, e
                 if axis == "layer" and site.layer is None:
                     raise SweepError(f"site '{site}' has no layer: it cannot be swept by 'layer'")
     if "role" in by:
-        _check_roles(clean, corrupted)
+        for name in names:
+            where = expand(name, model.sites)[0]
+            _check_roles(name, side(where, "position", clean), side(where, "position", corrupted))
 
 
 def _spec(name: str) -> SiteSpec:
@@ -181,9 +190,10 @@ def _check_positions(clean: Inputs, by: Sequence[str], positions: Sequence[int] 
                          "the end, such as [-1, -2], or prompts of one length")  # fmt: skip
 
 
-def _check_roles(clean: Inputs, corrupted: Inputs) -> None:
+def _check_roles(name: str, clean: Inputs, corrupted: Inputs) -> None:
     if not clean.roles:
-        raise SweepError("by='role' needs inputs with roles, such as a fact set's prompts; these have none")
+        raise SweepError(f"by='role' needs inputs with roles for the positions of {name!r}, such as a fact set's prompts; these "
+                         "have none (an encoder's positions are named by source_roles)")  # fmt: skip
     for name, role in clean.roles.items():
         other: Site | Tensor | None = corrupted.roles.get(name)
         if other is None or not torch.equal(role, other):

@@ -28,7 +28,7 @@ MASK = 4
 
 @dataclass(frozen=True)
 class Dyck:
-    """Words of even length `shortest` … `longest`, brackets nested at most `depth` deep; 15% of them masked.
+    """Words of even length `shortest` … `longest`, brackets nested at most `depth` deep; 15% of them masked (at least one).
 
     Training masks as BERT does: of the chosen positions 80% become <mask>, 10% another bracket, 10% stay. Judging masks all
     of them. Ground truth: `posterior` and `partner`.
@@ -121,7 +121,8 @@ class Dyck:
         lengths = 2 * torch.randint(self.shortest // 2, self.longest // 2 + 1, (size,), generator=generator)
         words, _ = self.words(torch.cat([lengths, torch.tensor([self.longest])]), generator)  # always padded to longest
         mask = torch.arange(self.longest) < lengths[:, None]
-        chosen = (torch.rand(size, self.longest, generator=generator) < self.share) & mask
+        luck = torch.rand(size, self.longest, generator=generator).masked_fill(~mask, 2.0)
+        chosen = (luck < self.share) | (luck == luck.amin(1, keepdim=True))  # at least one, or a word asks nothing
         return words[:-1], mask, chosen
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
@@ -191,7 +192,7 @@ class Dyck:
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """How it is learned on two CPU cores; `changes` override."""
-        defaults: dict[str, Any] = {"steps": 1500, "batch_size": 128, "learning_rate": 3e-3}
+        defaults: dict[str, Any] = {"steps": 1000, "batch_size": 128, "learning_rate": 3e-3}
         return TrainConfig(**{**defaults, **changes})
 
 

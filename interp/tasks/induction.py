@@ -110,5 +110,5 @@ class Induction:
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """How it is learned on two CPU cores; `changes` override."""
-        defaults: dict[str, Any] = {"steps": 1000, "batch_size": 128, "learning_rate": 3e-3}
+        defaults: dict[str, Any] = {"steps": 1500, "batch_size": 64, "learning_rate": 3e-3}
         return TrainConfig(**{**defaults, **changes})

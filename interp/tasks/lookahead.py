@@ -132,5 +132,5 @@ class Lookahead:
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """How it is learned on two CPU cores; `changes` override."""
-        defaults: dict[str, Any] = {"steps": 1000, "batch_size": 128, "learning_rate": 3e-3}
+        defaults: dict[str, Any] = {"steps": 750, "batch_size": 128, "learning_rate": 3e-3}
         return TrainConfig(**{**defaults, **changes})

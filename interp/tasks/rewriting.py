@@ -44,6 +44,16 @@ class Rewriting:
                             f"longest <= n_symbols={self.n_symbols}")  # fmt: skip
 
     @property
+    def bos(self) -> int:
+        """Token that a target starts after."""
+        return BOS
+
+    @property
+    def eos(self) -> int:
+        """Token that ends a target."""
+        return EOS
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """BOS, EOS and the symbols, in sorting order."""
         return Vocabulary(["<s>", "</s>", *(f"s{i:02d}" for i in range(self.n_symbols))])
@@ -101,7 +111,8 @@ class Rewriting:
     def pairs(self, n: int = 64, seed: int = 0, length: int = 10, at: int = 4) -> Pairs:
         """Sources of `length` that differ in the one symbol that target position `at` (from 0) asks for.
 
-        The target is given up to there. Roles: `source` (the differing source position), `final` (where it is predicted).
+        The target is given up to there. Roles: `final` (where it is predicted); of the source: `source` (the differing
+        position).
         For sort the other symbol has the same rank, so that nothing else moves.
         """
         if not (2 <= length <= self.longest and 0 <= at < length):
@@ -121,9 +132,12 @@ class Rewriting:
             others.append(other[fits])
         clean, corrupted = (self.rewrite(torch.cat(x)[:n], count) for x in (sources, others))
         place = self.alignment(clean.inputs)[:, at]
-        roles = {"source": place, "final": torch.full((n,), at)}
+        roles, source_roles = {"final": torch.full((n,), at)}, {"source": place}
         shown = clean.inputs.tokens[:, : at + 1]  # the target so far is the same in both
-        inputs = [Inputs(shown, source=batch.inputs.source, roles=roles) for batch in (clean, corrupted)]
+        inputs = [
+            Inputs(shown, source=batch.inputs.source, roles=roles, source_roles=source_roles)
+            for batch in (clean, corrupted)
+        ]
         correct, wrong = clean.targets[:, at], corrupted.targets[:, at]
         table = pd.DataFrame({"source_position": place, "answer": correct - FIRST, "corrupted_answer": wrong - FIRST})
         return Pairs(inputs[0], inputs[1], correct, wrong, table)

@@ -55,6 +55,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.table)
 
+    def __repr__(self) -> str:
+        roles = ", ".join([*self.clean.roles, *self.clean.source_roles])
+        return f"Pairs({len(self)} of {self.clean.length} positions; roles: {roles})"
+
 
 @dataclass(frozen=True)
 class Goal:

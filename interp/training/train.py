@@ -22,6 +22,7 @@ from interp.model.checkpoint import load, save
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
+from interp.tasks import as_task
 from interp.tasks.task import NOT_ASKED, Batch, Task
 from interp.tasks.train_config import TrainConfig
 from interp.training.state import read_state, write_state
@@ -50,11 +51,14 @@ class Trained:
     success: bool
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"Trained({'learned' if self.success else 'not learned'} in {self.seconds:.0f} s; {len(self.curves)} curve rows)"
+
 
 def train(
     model: Transformer | ModelConfig | None,
-    task: Task,
-    config: TrainConfig,
+    task: Task | str,
+    config: TrainConfig | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -63,9 +67,12 @@ def train(
     """Train on `task`; with `folder`, leave config.json, curves.parquet, model/ and a state to resume from.
 
     model: a Transformer (trained in place), a ModelConfig (initialised from config.seed) or None (the task's default).
+    task: a task, or the name of one with its default options ("copy"). config: None is the task's own.
     resume: go on from the folder's last state; the result equals an uninterrupted run bit for bit at the same thread
     count. Raises TrainingFolderError, DivergedError.
     """
+    task = as_task(task)
+    config = config or task.train_config()
     if not isinstance(model, Transformer):
         model = Transformer(model or task.model_config(), seed=config.seed)
     model = model.to(device).train()

@@ -12,6 +12,7 @@ MODELS = {
     "layernorm": small(),
     "no biases": small(bias=False),
     "tied": small(tied_embeddings=True),
+    "sinusoidal": small(positions="sinusoidal"),
     "gated, rmsnorm, rotary": small(norm="rmsnorm", ffn="swiglu", positions="rotary", bias=False, rotary_base=300.0),
     "gated, layernorm, grouped": small(ffn="geglu", n_heads=4, n_kv_heads=2, qk_norm=True, window=2),
     "attention only": small(ffn="none"),

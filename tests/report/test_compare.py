@@ -22,7 +22,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare") / "page"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "HEADS", {"MHA": 4, "GQA": 2})
-        page, too_far = build(folder, ["Qwen3"], progress=False)
+        page, too_far = build(folder, ["Qwen3", "torch"], progress=False)
     return page, too_far, pd.read_parquet(folder / "parity.parquet")
 
 
@@ -81,7 +81,7 @@ def test_the_page_says_so(small):
         "transformers.png", "transformerlens.png", "torch_nn_transformer.png",
     }  # fmt: skip
     with pytest.raises(FileExistsError, match="never overwritten"):
-        build(page.parent, ["Qwen3"], progress=False)
+        build(page.parent, ["Qwen3", "torch"], progress=False)
 
 
 def test_a_wrong_number_is_too_far_and_the_exit_code_says_so(tmp_path, monkeypatch):

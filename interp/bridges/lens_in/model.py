@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from interp.bridges.huggingface import BridgeError, optional
 from interp.bridges.lens_in.places import Pass, Place, attached, undisturbed
 from interp.bridges.lens_in.survey import survey
+from interp.hookable import Hookable
 from interp.model.inputs import Inputs, InputsError, as_inputs, position_ids
 from interp.model.tap import as_tap
 from interp.sites import Site
@@ -58,6 +59,9 @@ def from_transformer_lens(bridge: Any, self_test: bool = True) -> LensModel:
     """
     optional("transformer_lens", "lens")
     bridges = optional("transformer_lens.model_bridge", "lens")
+    if isinstance(bridge, Hookable):
+        raise BridgeError(f"this {type(bridge).__name__} can already be read and changed here; allowed: a TransformerBridge or a "
+                          "transformers model object")  # fmt: skip
     if not isinstance(bridge, bridges.TransformerBridge):
         bridge = _bridged(bridge)
     return LensModel(bridge, self_test)

@@ -32,7 +32,11 @@ def survey(model: Any, architecture: str, self_test: bool) -> Found:
             reasons.setdefault((site.name, why), []).append(site.layer)
         n_layers = found.sizes["n_layers"]
         told = "; ".join(f"{name}{_layers(layers, n_layers)} {why}" for (name, why), layers in reasons.items())
-        warnings.warn(f"{architecture}: dropped sites of the bridge: {told}", stacklevel=4)
+        warnings.warn(
+            f"{architecture}: dropped sites of the bridge: {told}. All other sites work as listed in .sites; only "
+            "these cannot be read or changed here",
+            stacklevel=4,
+        )
     return found
 
 

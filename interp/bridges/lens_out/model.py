@@ -78,9 +78,10 @@ class LensModel(LensTorch, LensWeights):
 
         input: ids [batch pos], text, texts or Inputs; with start_at_layer a stream [batch pos d_model].
         options: return_type "logits" (default) | "loss" | "both" | None, loss_per_token, prepend_bos, padding_side,
-        attention_mask [batch pos] (1 = real), tokens (with start_at_layer, for the loss), past_kv_cache (a KVCache, which
-        grows), start_at_layer, stop_at_layer: run blocks start … stop−1 alone; with stop, the stream before block `stop`
-        is returned. Negative layers count from the end. Raises InputsError, TokenizerError, UnsupportedModelError.
+        attention_mask [batch pos] (1 = real), tokens (with start_at_layer: for the loss, and a prefix decoder's
+        Inputs), past_kv_cache (a KVCache, which grows), start_at_layer, stop_at_layer: run blocks start … stop−1
+        alone; with stop, the stream before block `stop` is returned. Negative layers count from the end. Raises
+        InputsError, TokenizerError, UnsupportedModelError.
         """
         return self._forward(self.tap(), input, **options)
 
@@ -128,7 +129,7 @@ class LensModel(LensTorch, LensWeights):
             return logits if return_type else None
         if start is not None and tokens is None:
             raise InputsError("the loss with start_at_layer needs tokens= [batch pos]")
-        loss = self.loss_fn(logits, inputs.tokens, inputs.mask, loss_per_token)
+        loss = self.loss_fn(logits, inputs.tokens, _predicting(inputs), loss_per_token)
         return loss if return_type == "loss" else (logits, loss)
 
     def _span(self, start: int | None, stop: int | None) -> tuple[int | None, int | None]:
@@ -147,6 +148,10 @@ class LensModel(LensTorch, LensWeights):
             found = f"{stream.dtype} {tuple(stream.shape)}" if isinstance(stream, Tensor) else type(stream).__name__
             raise InputsError(f"start_at_layer takes a stream [batch pos d_model={self.cfg.d_model}], got {found}")
         stream = (stream if stream.ndim == 3 else stream[None]).to(self.cfg.device)
+        if tokens is None and self.model.config.kind == "prefix-decoder":
+            raise InputsError(
+                "start_at_layer of a prefix decoder needs tokens=Inputs(…, prefix_length=): who sees whom"
+            )
         if tokens is None:
             tokens = torch.zeros(stream.shape[:2], dtype=torch.long)
         inputs = self.as_inputs(tokens, attention_mask, None, None)
@@ -273,3 +278,11 @@ def _gradients(output: Any, live: dict[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError(f"incl_bwd=True needs a scalar output, got {found}; allowed: return_type='loss'")
     found = torch.autograd.grad(output, list(live.values()), allow_unused=True, materialize_grads=True)
     return {f"{name}_grad": gradient for name, gradient in zip(live, found, strict=True)}
+
+
+def _predicting(inputs: Inputs) -> Tensor | None:
+    """Real positions, from the last of a prefix on: inside a prefix nothing is predicted, everything is seen."""
+    if inputs.prefix_length is None:
+        return inputs.mask
+    mask = torch.ones_like(inputs.tokens, dtype=torch.bool) if inputs.mask is None else inputs.mask
+    return mask & (mask.long().cumsum(1) - 1 >= inputs.prefix_length[:, None].to(mask.device) - 1)
