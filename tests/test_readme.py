@@ -39,3 +39,11 @@ def test_generated_parts_are_current():
 def test_links_and_images_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_the_encoder_decoder_page_runs(capsys):
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "encoder_decoder.md").read_text(), re.DOTALL)
+    assert "steps=150" in program
+    exec(compile(program.replace("steps=150", "steps=3, batch_size=8"), "encoder_decoder.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "decoder.cross_out" in printed and "chance" in printed

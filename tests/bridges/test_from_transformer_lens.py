@@ -186,7 +186,7 @@ def test_sites_and_what_is_dropped(name):
 
 def test_what_is_dropped_is_told_in_one_warning():
     message = (r"^GPTJForCausalLM: dropped sites of the bridge: (q_rot|k_rot|scores|pattern) .*; .*"
-               r"pattern changes nothing when written$")  # fmt: skip
+               r"pattern changes nothing when written\. All other sites work")  # fmt: skip
     with pytest.warns(UserWarning, match=message) as told:
         from_transformer_lens(source("gptj"))
     assert len(told) == 1 and told[0].filename == __file__
@@ -441,6 +441,9 @@ def test_gradients_pass_through_every_recorded_site(name):
         target = found.logits.log_softmax(-1)[:, -1, 5].sum()
         gradients.append(torch.autograd.grad(target, [found.cache[site] for site in sites]))
     for site, mine, wanted in zip(sites, *gradients, strict=True):
+        if site.name == "pattern":  # ours lets no change open an edge that the mask closes; TransformerLens does
+            assert (wanted.triu(1) == 0).all()
+            mine = mine.tril()
         assert (mine - wanted).abs().max() < 1e-4 * wanted.abs().max() + 1e-8, site
 
 
