@@ -27,10 +27,11 @@ FIRST_SEED = 1000  # seeds 0-9 are kept for the registered claims
 TASKS = ("copy", "reverse", "sort")
 
 
-def measure(name: str, seed: int, folder: Path) -> pd.DataFrame:
-    """Train (or reuse) one model: one row per half of the examples × layer × head."""
+def measure(name: str, seed: int, folder: Path, steps: int = 0) -> pd.DataFrame:
+    """Train (or reuse) one model: one row per half of the examples × layer × head. steps: 0 = the task's own."""
     task = Rewriting(name)  # type: ignore[arg-type]
-    trained = train(None, task, task.train_config(seed=seed), folder, resume=True)
+    config = task.train_config(seed=seed, **({"steps": steps} if steps else {}))
+    trained = train(None, task, config, folder, resume=True)
     batch = task.evaluation["held_out"]
     exact = trained.curves.groupby("split")["exact"].last()["held_out"]
     tables = []
@@ -39,7 +40,7 @@ def measure(name: str, seed: int, folder: Path) -> pd.DataFrame:
         keys = task.alignment(inputs)
         null = attention_mass(trained.model, inputs, permuted_keys(keys, seed), "cross_pattern")["mass"]
         tables.append(attention_mass(trained.model, inputs, keys, "cross_pattern").assign(half=half, permuted=null))
-    about = {"task": name, "seed": seed, "exact": exact, "steps": task.train_config().steps, "seconds": trained.seconds}
+    about = {"task": name, "seed": seed, "exact": exact, "steps": config.steps, "seconds": trained.seconds}
     return pd.concat(tables).assign(**about)
 
 
@@ -53,15 +54,16 @@ def by_layer(heads: pd.DataFrame) -> pd.DataFrame:
     return table.assign(best=pd.MultiIndex.from_frame(table[keys]).isin(best))
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=0, help="0 = the task's own")
+    arguments = parser.parse_args(words)
     started, seeds = time.time(), range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     units = [(name, seed) for name in TASKS for seed in seeds]
     heads = pd.concat([
-        measure(name, seed, arguments.folder / "models" / f"{name}_{seed}") for name, seed in tqdm(units, desc="models")
+        measure(name, seed, arguments.folder / "models" / f"{name}_{seed}", arguments.steps) for name, seed in tqdm(units, desc="models")
     ])  # fmt: skip
     layers = by_layer(heads)
     figures = {
@@ -71,7 +73,7 @@ def main() -> None:
         for name, rows in heads.groupby("task", sort=False)
     }
     record.save(arguments.folder / "results", {"heads": heads, "layers": layers}, figures,
-                config={"seeds": list(seeds)}, seed=list(seeds), started=started)  # fmt: skip
+                config={"seeds": list(seeds), "steps": arguments.steps}, seed=list(seeds), started=started)  # fmt: skip
     print(layers.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
     print(f"unit: seed, n = {arguments.seeds} per task; descriptive, no test")
 
