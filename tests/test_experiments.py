@@ -29,7 +29,9 @@ def test_e02_measures_alignment(tmp_path, capsys):
     assert len(heads) == 3 * 2 * 2 * 2 * 2  # tasks, seeds, halves, layers, heads
     assert layers.groupby(["task", "seed"])["best"].sum().eq(1).all() and len(layers) == 12
     assert layers["mass"].between(0, 0.3).all() and layers["chance"].between(0.08, 0.13).all()
-    rows = heads[(heads["half"] == "read") & (heads["task"] == "sort") & (heads["seed"] == 1001) & (heads["layer"] == 1)]
+    rows = heads[
+        (heads["half"] == "read") & (heads["task"] == "sort") & (heads["seed"] == 1001) & (heads["layer"] == 1)
+    ]
     found = layers[(layers["task"] == "sort") & (layers["seed"] == 1001) & (layers["layer"] == 1)]
     assert found["mass"].item() == pytest.approx(rows["mass"].mean())
     assert {path.name for path in results.glob("*.png")} == {"copy.png", "reverse.png", "sort.png"}

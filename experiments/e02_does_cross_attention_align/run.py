@@ -62,9 +62,10 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     started, seeds = time.time(), range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     units = [(name, seed) for name in TASKS for seed in seeds]
-    heads = pd.concat([
-        measure(name, seed, arguments.folder / "models" / f"{name}_{seed}", arguments.steps) for name, seed in tqdm(units, desc="models")
-    ])  # fmt: skip
+    tables = []
+    for name, seed in tqdm(units, desc="models"):
+        tables.append(measure(name, seed, arguments.folder / "models" / f"{name}_{seed}", arguments.steps))
+    heads = pd.concat(tables)
     layers = by_layer(heads)
     figures = {
         str(name): head_heatmap(
