@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp.bridges.families import FAMILIES, BridgeError, Family, Name, misfit, refuse
+from interp.bridges.families import FAMILIES, BridgeError, Family, Name, refuse
+from interp.bridges.misfits import misfit
 from interp.hookable import Hookable
 from interp.model.checkpoint import fill
 from interp.model.config import ModelConfig

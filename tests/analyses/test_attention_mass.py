@@ -29,7 +29,7 @@ def test_it_is_the_mean_weight_on_the_key():
 def test_cross_attention_reads_the_source_and_padding_does_not_count_as_chance():
     task = Rewriting("reverse")
     batch = task.sample(20, torch.Generator().manual_seed(0))
-    model = Transformer(task.model_config())
+    model = Transformer(task.model_config(n_heads=2))
     truth = task.alignment(batch.inputs)
     table = attention_mass(model, batch.inputs, truth, "cross_pattern")
     assert set(table["site"]) == {"decoder.0.cross_pattern", "decoder.1.cross_pattern"}
