@@ -186,7 +186,7 @@ def test_each_library_says_what_to_pass_instead(tmp_path):
         with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot be read or changed here; allowed"):
             use(source, TOKENS)
     for use in (lambda m: save(m, tmp_path / "x"), fold_norm, to_huggingface):
-        with pytest.raises(TypeError, match=r"needs an interp\.Transformer, whose weights it knows; got LensModel"):
+        with pytest.raises(TypeError, match=r"needs an interp\.Transformer, whose weights it knows; got BridgedModel"):
             use(wrapped)
     for use, given in ((from_huggingface, wrapped), (from_transformer_lens, model), (from_transformer_lens, wrapped)):
         with pytest.raises(BridgeError, match="can already be read and changed here"):

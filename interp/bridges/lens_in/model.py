@@ -25,7 +25,7 @@ _OUTER = ("W_E", "W_U", "b_U", "W_pos")
 
 
 @dataclass(frozen=True)
-class LensConfig:
+class BridgedConfig:
     """Sizes of a bridged model. kind: "encoder" where a position was seen to read later ones.
 
     n_heads, n_kv_heads, d_head, d_ff are those of the first layer's activations. window: how many last keys a query
@@ -46,7 +46,7 @@ class LensConfig:
     n_segments: int = 0
 
 
-def from_transformer_lens(bridge: Any, self_test: bool = True) -> LensModel:
+def from_transformer_lens(bridge: Any, self_test: bool = True) -> BridgedModel:
     """A TransformerLens bridge, or a transformers model, behind our protocol: every analysis runs on it.
 
     bridge: a TransformerBridge of TransformerLens 4.3 or later with one stack of blocks (left as it is), or a
@@ -64,7 +64,7 @@ def from_transformer_lens(bridge: Any, self_test: bool = True) -> LensModel:
                           "transformers model object")  # fmt: skip
     if not isinstance(bridge, bridges.TransformerBridge):
         bridge = _bridged(bridge)
-    return LensModel(bridge, self_test)
+    return BridgedModel(bridge, self_test)
 
 
 def _bridged(model: Any) -> Any:
@@ -91,7 +91,7 @@ def _one_stack(config: Any, architecture: str) -> None:
                           "encoders)")  # fmt: skip
 
 
-class LensModel:
+class BridgedModel:
     """A bridged model as a `Hookable`: `model(inputs, tap)`, `sites`, `unembed`, `weight`, `config`.
 
     `bridge` is TransformerLens's object; `dropped` says for each site that its hook points promise, and that is not
@@ -111,7 +111,7 @@ class LensModel:
         parameters = inspect.signature(bridge.original_model.forward).parameters
         self._options = {"use_cache": False} if "use_cache" in parameters else {}
         found = survey(self, architecture, self_test)
-        self.config = LensConfig(architecture=architecture, **found.sizes)
+        self.config = BridgedConfig(architecture=architecture, **found.sizes)
         self.places: dict[Site, Place] = found.places
         self.sites: tuple[Site, ...] = (*found.places, Site("logits"))
         self.additive_stream: bool = found.additive
@@ -119,7 +119,7 @@ class LensModel:
         self._left_padding = found.left_padding
 
     def __repr__(self) -> str:
-        return f"LensModel({self.config!r}, {len(self.sites)} sites)"
+        return f"BridgedModel({self.config!r}, {len(self.sites)} sites)"
 
     def __call__(self, inputs: Any, tap: Any = None) -> Tensor:
         """Logits [batch pos vocab]: the model's own, `tap` called at every site that it wants.
