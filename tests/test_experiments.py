@@ -26,7 +26,7 @@ def test_e02_measures_alignment(tmp_path, capsys):
     module.main(words)
     results = tmp_path / "run" / "results"
     heads, layers = (pd.read_parquet(results / f"{name}.parquet") for name in ("heads", "layers"))
-    assert len(heads) == 3 * 2 * 2 * 2  # tasks, seeds, halves, layers; one head
+    assert len(heads) == (2 + 2 + 1) * 2 * 2 * 2  # heads of the three tasks, seeds, halves, layers
     assert layers.groupby(["task", "seed"])["best"].sum().eq(1).all() and len(layers) == 12
     assert layers["mass"].between(0, 0.3).all() and layers["chance"].between(0.08, 0.13).all()
     rows = heads[

@@ -143,9 +143,10 @@ class Rewriting:
         return Pairs(inputs[0], inputs[1], correct, wrong, table)
 
     def model_config(self, **changes: Any) -> ModelConfig:
-        """An encoder and a decoder of two layers, d_model 64, the textbook's block; one head a layer, which aligns best."""
+        """An encoder and a decoder of two layers, d_model 64, the textbook's block; as many heads a layer as align best."""
         defaults: dict[str, Any] = {
-            "kind": "encoder-decoder", "vocab": len(self.vocabulary), "n_layers": 2, "n_heads": 1, "d_model": 64,
+            "kind": "encoder-decoder", "vocab": len(self.vocabulary), "n_layers": 2,
+            "n_heads": 1 if self.name == "sort" else 2, "d_model": 64,
             "n_ctx": self.longest + 1, "positions": "learned",
         }  # fmt: skip
         return ModelConfig(**{**defaults, **changes})
