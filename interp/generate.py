@@ -69,15 +69,12 @@ def generate(
     require_head(model)
     inputs = prepare(model, inputs, tokenizer, prefix)
     max_new = max(1, min(20, model.config.n_ctx - inputs.length + 1)) if max_new is None else max_new
-    stop = (
-        [stop] if isinstance(stop, int | str) else torch.as_tensor(stop).flatten().tolist() if stop is not None else []
-    )
+    stop = [stop] if isinstance(stop, int | str) else torch.as_tensor(() if stop is None else stop).flatten().tolist()
     _check_options(model, inputs, max_new, temperature, top_k, top_p, stop)
     generator = torch.Generator().manual_seed(seed)
     stops = torch.tensor(stop, device=inputs.tokens.device).long()
     cache = KVCache() if use_cache and isinstance(model, Transformer) else None
-    changes = (change,) if isinstance(change, Intervention) else tuple(change or ())
-    tap = _GenerationTap(model, inputs, max_new, record_sites(model, record), changes)
+    tap = _GenerationTap(model, inputs, max_new, record_sites(model, record), change)
     new, chosen_from, step = [], [], inputs
     done = torch.zeros(inputs.batch, dtype=torch.bool, device=inputs.tokens.device)
     for _ in range(max_new):
@@ -90,7 +87,7 @@ def generate(
         done = done | torch.isin(token, stops)
         if bool(done.all()) or len(new) == max_new:
             break
-        inputs = _append(inputs, token)
+        inputs = _append(inputs, token[:, None])
         step = inputs if cache is None else Inputs(token[:, None], prefix_length=inputs.prefix_length)
     tap.check_reached()
     return Generated(torch.stack(new, 1), torch.stack(chosen_from, 1), tap.joined(inputs), inputs)
@@ -100,9 +97,7 @@ class _GenerationTap(RunTap):
     """Applies changes and records over many forward passes, each of the positions `start` … of one growing sequence."""
 
     def __init__(self, model: Hookable, prompt: Inputs, max_new: int, record, changes) -> None:
-        self.horizon = prompt
-        for _ in range(max_new - 1):  # every position that can be run
-            self.horizon = _append(self.horizon, torch.zeros_like(prompt.tokens[:, 0]))
+        self.horizon = _append(prompt, prompt.tokens.new_zeros(prompt.batch, max_new - 1))  # all that can be run
         super().__init__(model, self.horizon, record, changes)
         self.covered: dict[Intervention, int] = {}  # how many positions the run that a change takes its values from has
         self.changes = {site: [self._to_come(site, one) for one in those] for site, those in self.changes.items()}
@@ -204,11 +199,12 @@ def _held(cache: KVCache) -> int:
     return min((keys.shape[1] for keys in cache.keys.values()), default=0)
 
 
-def _append(inputs: Inputs, token: Tensor) -> Inputs:
+def _append(inputs: Inputs, tokens: Tensor) -> Inputs:
+    """The inputs with further real tokens [batch n] at their end."""
     mask = inputs.mask
     if mask is not None:
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-    return replace(inputs, tokens=torch.cat([inputs.tokens, token[:, None]], 1), mask=mask)
+        mask = torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    return replace(inputs, tokens=torch.cat([inputs.tokens, tokens], 1), mask=mask)
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator) -> Tensor:

@@ -109,8 +109,7 @@ def run(
     Raises InputsError, UnknownSiteError, SelectionError, InterventionError, NotReachedError, NaNWeightsError.
     """
     inputs = prepare(model, inputs, tokenizer, prefix)
-    changes = (change,) if isinstance(change, Intervention) else tuple(change or ())
-    tap = RunTap(model, inputs, record_sites(model, record), changes, tuple(wanted), keep_graph=grad)
+    tap = RunTap(model, inputs, record_sites(model, record), change, tuple(wanted), keep_graph=grad)
     with torch.set_grad_enabled(grad):
         logits = model(inputs, tap)
     tap.check_reached()
@@ -245,7 +244,7 @@ class RunTap:
         self.inputs, self.keep_graph, self.output = inputs, keep_graph, model.sites[-1]
         self.record = set(record)
         self.changes: dict[Site, list[Intervention]] = {}
-        for change in changes:
+        for change in (changes,) if isinstance(changes, Intervention) else changes or ():
             if not isinstance(change, Intervention):
                 raise TypeError(f"change must hold interventions such as Replace(site, value), got {change!r}")
             site = resolve(change.place, model.sites)

@@ -52,9 +52,8 @@ def attention_mass(model: Hookable, inputs: Any, keys: Tensor, site: str = "patt
         index = keys.to(pattern.device)
         counts = index >= 0
         on_key = pattern.gather(-1, index.clamp(min=0)[:, None, :, None].expand(-1, pattern.shape[1], -1, -1))[..., 0]
-        admitted = (got.cache[scores[place]] > float("-inf")).sum(
-            -1
-        )  # not weights above 0: sharp attention rounds to 0
+        # Edges of the mask, not weights above 0: sharp attention rounds to 0.
+        admitted = (got.cache[scores[place]] > float("-inf")).sum(-1)
         chance = 1 / admitted.clamp(min=1).double()
         for head in range(pattern.shape[1]):
             rows.append({
