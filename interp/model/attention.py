@@ -48,10 +48,19 @@ class Attention(nn.Module):
             k, v = cache.extend(self.layer, k, v)
         return self._attend(q, k, v, tap, edges)
 
+    def keys_values(self, t1: Tensor, tap: Tap, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Keys as they enter the scores and values [batch pos kv_head d_head], without queries."""
+        s, n_heads = self.sites, self.sizes[0]
+        k, v = self._project(t1, n_heads, sum(self.sizes)).split(self.sizes[1:], dim=-2)
+        k, v = tap(s.k, k), tap(s.v, v)
+        return (tap(s.k_rot, self._into_scores(k, self.k_norm, rotary)) if self.config.rotates else k), v
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tap: Tap, edges: Edges) -> Tensor:
         """From queries, keys and values [batch pos head d_head] to what is written to the stream [batch pos d_model]."""
         s = self.sites
-        if tap.wants(s.scores) or tap.wants(s.pattern):
+        if edges.read is not None:
+            z = edges.read(self, q, k, v, tap)
+        elif tap.wants(s.scores) or tap.wants(s.pattern):
             z = self._explicit(q, k, v, tap, edges)
         else:
             z = self._fused(q, k, v, edges)
@@ -60,6 +69,13 @@ class Attention(nn.Module):
             return self.out(z.flatten(-2))
         heads = tap(s.head_out, torch.einsum("bphd,hdm->bphm", z, self.W_O))
         return heads.sum(-2) if self.b_O is None else heads.sum(-2) + self.b_O
+
+    def _project(self, x: Tensor, first: int, last: int) -> Tensor:
+        """x by the fused matrix's heads first … last−1: [batch pos head d_head]."""
+        rows, bias = slice(first * self.config.head_size, last * self.config.head_size), self.qkv.bias
+        return F.linear(x, self.qkv.weight[rows], None if bias is None else bias[rows]).unflatten(
+            -1, (-1, self.config.head_size)
+        )
 
     def _into_scores(self, x: Tensor, norm: nn.Module | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         x = x if norm is None else norm(x, NO_TAP)
@@ -169,13 +185,6 @@ class CrossAttention(Attention):
             if cache is not None:
                 cache.cross[self.layer] = k, v
         return self._attend(q, k, v, tap, memory.edges)
-
-    def _project(self, x: Tensor, first: int, last: int) -> Tensor:
-        """x by the fused matrix's heads first … last−1: [batch pos head d_head]."""
-        rows, bias = slice(first * self.config.head_size, last * self.config.head_size), self.qkv.bias
-        return F.linear(x, self.qkv.weight[rows], None if bias is None else bias[rows]).unflatten(
-            -1, (-1, self.config.head_size)
-        )
 
 
 def softmax_or_zero(scores: Tensor) -> Tensor:

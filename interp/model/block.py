@@ -32,48 +32,83 @@ class Block(nn.Module):
         crosses = config.kind == "encoder-decoder"
         self.cross_norm: Any = make_norm(config, s.cross_norm_scale, s.cross_norm_hat) if crosses else None
         self.cross_attention: Any = CrossAttention(config, layer, stack) if crosses else None
-        self.middle = s.resid_cross if crosses else s.resid_mid  # the stream that the FFN reads
-        self.middle_sum = s.resid_cross_sum if crosses else s.resid_mid_sum
+        # The stream that the FFN reads; without an FFN it is what leaves the block.
+        middle = "resid_post" if self.ffn is None else "resid_cross" if crosses else "resid_mid"
+        self.middle, self.middle_sum = getattr(s, middle), getattr(s, f"{middle}_sum", None)
+
+    def forward(
+        self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None
+    ) -> Tensor:
+        """x [batch pos d_model], who reads whom, rotary angles, earlier keys and values -> h, same shape."""
+        return self.feed(self.mix(x, tap, edges, rotary, cache, memory), tap)
+
+    def mix(
+        self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None
+    ) -> Tensor:
+        """x -> t³: the attention sublayers, the only lines in which tokens read each other."""
+        raise NotImplementedError
+
+    def feed(self, t3: Tensor, tap: Tap) -> Tensor:
+        """t³ -> h: the FFN, each token for itself."""
+        raise NotImplementedError
+
+    def keys_values(self, x: Tensor, tap: Tap, rotary) -> tuple[Tensor, Tensor]:
+        """x -> the keys and values that attention reads of it [batch pos kv_head d_head], and nothing else."""
+        raise NotImplementedError
 
 
 class PreNormBlock(Block):
     """x + Sublayer(LayerNorm(x)): components only add to the stream (7.27-7.32)."""
 
-    def forward(
+    def mix(
         self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None
     ) -> Tensor:
-        s, middle = self.sites, self.middle
+        s = self.sites
         x = tap(s.resid_pre, x)
         t1 = tap(s.norm1, self.norm1(x, tap))  # t¹ = LayerNorm(x)                 (7.27)
         t2 = tap(s.attn_out, self.attention(t1, tap, edges, rotary, cache))  # t² = MHA(t¹, [t¹₁ …])  (7.28)
         if self.cross_attention is not None:  # a decoder's second sublayer, added like the first
             x = tap(s.resid_mid, t2 + x)
             t2 = tap(s.cross_out, self.cross_attention(tap(s.cross_norm, self.cross_norm(x, tap)), tap, memory, cache))
+        return tap(self.middle, t2 + x)  # t³ = t² + x                       (7.29)
+
+    def feed(self, t3: Tensor, tap: Tap) -> Tensor:
+        s = self.sites
         if self.ffn is None or self.norm2 is None:
-            return tap(s.resid_post, t2 + x)
-        t3 = tap(middle, t2 + x)  # t³ = t² + x                       (7.29)
+            return t3
         t4 = tap(s.norm2, self.norm2(t3, tap))  # t⁴ = LayerNorm(t³)                (7.30)
         t5 = tap(s.ffn_out, self.ffn(t4, tap))  # t⁵ = FFN(t⁴)                      (7.31)
         return tap(s.resid_post, t5 + t3)  # h = t⁵ + t³                       (7.32)
+
+    def keys_values(self, x: Tensor, tap: Tap, rotary) -> tuple[Tensor, Tensor]:
+        s = self.sites
+        x = tap(s.resid_pre, x)
+        return self.attention.keys_values(tap(s.norm1, self.norm1(x, tap)), tap, rotary)
 
 
 class PostNormBlock(Block):
     """LayerNorm(x + Sublayer(x)): the original transformer (Vaswani 2017); the stream itself is normed."""
 
-    def forward(
+    def mix(
         self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None
     ) -> Tensor:
-        s, norm, middle, middle_sum = self.sites, self.norm1, self.middle, self.middle_sum
+        s, norm = self.sites, self.norm1
         x = tap(s.resid_pre, x)
         t2 = tap(s.attn_out, self.attention(x, tap, edges, rotary, cache))
         if self.cross_attention is not None:  # a decoder's second sublayer, added and normed like the first
             x, norm = tap(s.resid_mid, self.norm1(tap(s.resid_mid_sum, t2 + x), tap)), self.cross_norm
             t2 = tap(s.cross_out, self.cross_attention(x, tap, memory, cache))
+        return tap(self.middle, norm(tap(self.middle_sum, t2 + x), tap))  # t³ = LayerNorm(t² + x)
+
+    def feed(self, t3: Tensor, tap: Tap) -> Tensor:
+        s = self.sites
         if self.ffn is None or self.norm2 is None:
-            return tap(s.resid_post, norm(tap(s.resid_post_sum, t2 + x), tap))
-        t3 = tap(middle, norm(tap(middle_sum, t2 + x), tap))  # t³ = LayerNorm(t² + x)
+            return t3
         t5 = tap(s.ffn_out, self.ffn(t3, tap))
         return tap(s.resid_post, self.norm2(tap(s.resid_post_sum, t5 + t3), tap))  # h = LayerNorm(t⁵ + t³)
+
+    def keys_values(self, x: Tensor, tap: Tap, rotary) -> tuple[Tensor, Tensor]:
+        return self.attention.keys_values(tap(self.sites.resid_pre, x), tap, rotary)
 
 
 class Blocks(nn.ModuleList):

@@ -194,11 +194,14 @@ class Edges:
 
     causal: True when the edges are exactly the lower triangle, which fused attention kernels know.
     empty_rows: True when a query may have no edge at all (padding); its z is 0.
+    read: how attention reads instead, where its queries are not rows of a rectangle (a sweep's): a function of
+    (attention, q, k, v, tap) that returns z.
     """
 
     mask: Tensor | None
     causal: bool
     empty_rows: bool
+    read: Callable[..., Tensor] | None = None
 
     def dense(self, n_query: int, n_key: int, device: torch.device) -> Tensor | None:
         """The same edges as a mask, also where a kernel would not need one."""

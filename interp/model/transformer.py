@@ -35,7 +35,10 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, tap: Tap, inputs: Inputs) -> Tensor:
         """x [batch source_pos d_model], embedded -> the states that cross-attention reads, same shape."""
-        states = self.blocks(x, 0, len(self.blocks), tap, inputs)
+        return self.finish(self.blocks(x, 0, len(self.blocks), tap, inputs), tap)
+
+    def finish(self, states: Tensor, tap: Tap) -> Tensor:
+        """What leaves the last block, normed where the model has a final norm."""
         return tap(self.site_names.final, states if self.final_norm is None else self.final_norm(states, tap))
 
 
@@ -119,8 +122,7 @@ class Transformer(nn.Module):
         if kv_cache is not None and kv_cache.memory is not None:
             return kv_cache.memory
         source, tap = inputs.encoder, as_tap(tap)
-        x = self._embed(source, tap, self.encoder.site_names, None, self.encoder.embedding_norm)
-        memory = Memory(self.encoder(x, tap, source), cross_edges(inputs))
+        memory = Memory(self.encoder(self.embed_source(source, tap), tap, source), cross_edges(inputs))
         if kv_cache is not None:
             kv_cache.memory = memory
         return memory
@@ -128,6 +130,11 @@ class Transformer(nn.Module):
     def embed(self, inputs: Inputs, tap: Any = None, kv_cache: KVCache | None = None) -> Tensor:
         """Token + position (+ segment) embeddings [batch pos d_model]: x of the first block."""
         return self._embed(inputs, as_tap(tap), self.site_names, kv_cache, self.embedding_norm)
+
+    def embed_source(self, source: Inputs, tap: Any = None) -> Tensor:
+        """The embeddings that an encoder-decoder's encoder reads [batch source_pos d_model]; source = inputs.encoder."""
+        assert self.encoder is not None
+        return self._embed(source, as_tap(tap), self.encoder.site_names, None, self.encoder.embedding_norm)
 
     def _embed(self, inputs: Inputs, tap: Tap, s: Any, kv_cache: KVCache | None, norm: nn.Module | None) -> Tensor:
         """One stack's embeddings, its sites `s` and its embedding norm."""
@@ -143,15 +150,19 @@ class Transformer(nn.Module):
             x = x + self.segment_embedding(segments)
         return x if norm is None else norm(x, tap)
 
-    def unembed(self, stream: Tensor, tap: Any = None) -> Tensor:
-        """Final norm and head: stream [… d_model] -> logits [… vocab]."""
+    def unembed(self, stream: Tensor, tap: Any = None, entries: Tensor | None = None) -> Tensor:
+        """Final norm and head: stream [… d_model] -> logits [… vocab], or [… n] of the token ids `entries` [… n] only."""
         tap, s = as_tap(tap), self.site_names
         if self.final_norm is not None:
             stream = tap(s.final, self.final_norm(stream, tap))
         if not self.config.head:
             return stream
         weight = self.embedding.weight if self.unembedding is None else self.unembedding.weight
-        return tap(s.logits, nn.functional.linear(stream, weight, self.b_U))
+        if entries is not None and not tap.wants(s.logits):
+            chosen = torch.einsum("...d,...nd->...n", stream, weight[entries])
+            return chosen if self.b_U is None else chosen + self.b_U[entries]
+        logits = tap(s.logits, nn.functional.linear(stream, weight, self.b_U))
+        return logits if entries is None else logits.gather(-1, entries)
 
     @property
     def W_E(self) -> Tensor:

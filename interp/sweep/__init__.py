@@ -1,6 +1,17 @@
 """Many interventions on one base run: patching sweeps."""
 
+from interp.sweep.checkpoint import Checkpoint
+from interp.sweep.errors import SweepCheckError, SweepError, SweepInterrupted
+from interp.sweep.patch import SweepPlan, patch_sweep, plan_sweep
 from interp.sweep.result import SweepResult
-from interp.sweep.sweep import SweepError, patch_sweep
 
-__all__ = ["SweepError", "SweepResult", "patch_sweep"]
+__all__ = [
+    "Checkpoint",
+    "SweepCheckError",
+    "SweepError",
+    "SweepInterrupted",
+    "SweepPlan",
+    "SweepResult",
+    "patch_sweep",
+    "plan_sweep",
+]

@@ -96,7 +96,7 @@ def test_roles_sweep_each_examples_own_position(model, pair):
     clean, corrupted = (Inputs(tokens, roles=roles) for tokens in pair)
     got = patch_sweep(model, clean, corrupted, METRIC, "resid_pre", ("layer", "role"))
     plain = patch_sweep(model, *pair, METRIC, "resid_pre")
-    assert torch.equal(got.values["resid_pre"][:, 0], plain.values["resid_pre"][:, 3])
+    assert torch.allclose(got.values["resid_pre"][:, 0], plain.values["resid_pre"][:, 3], atol=1e-12)
     for example, position in enumerate((4, 5, 6)):
         a = got.values["resid_pre"][:, 1, example]
         assert torch.allclose(a, plain.values["resid_pre"][:, position, example], atol=1e-12)
@@ -106,10 +106,11 @@ def test_roles_sweep_each_examples_own_position(model, pair):
 def test_chosen_positions_and_all_layers_at_once(model, pair):
     some = patch_sweep(model, *pair, METRIC, "ffn_out", positions=[3, 6])
     every = patch_sweep(model, *pair, METRIC, "ffn_out")
-    assert torch.equal(some.values["ffn_out"], every.values["ffn_out"][:, [3, 6]])
+    assert torch.allclose(some.values["ffn_out"], every.values["ffn_out"][:, [3, 6]], atol=1e-12)
     both = patch_sweep(model, *pair, METRIC, ["embed"], ("position",))
     assert torch.allclose(both.values["embed"][3], both.clean, atol=1e-12)
-    assert some.work["forwards"] == 2 + 4
+    slow = patch_sweep(model, *pair, METRIC, "ffn_out", positions=[3, 6], engine="reference")
+    assert slow.work["forwards"] == 4
 
 
 def test_it_works_post_norm_and_without_roles_of_its_own(pair):

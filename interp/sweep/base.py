@@ -1,0 +1,67 @@
+"""The runs that a sweep starts from and takes values from, recorded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interp.hookable import Hookable
+from interp.interventions import Intervention
+from interp.model.inputs import Inputs
+from interp.model.transformer import Transformer
+from interp.run import Cache, RunTap, check_weights, run
+from interp.sites import Site
+from interp.sweep.reading import Reading
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """One unpatched run: inputs, recorded sites, the slice that the metric reads [batch n_positions n_entries], its metric."""
+
+    inputs: Inputs
+    cache: Cache
+    slice: Tensor
+    metric: Tensor
+
+
+def record(
+    model: Hookable,
+    inputs: Inputs,
+    sites: Iterable[Site],
+    reading: Reading,
+    change: Sequence[Intervention] = (),
+    wanted: Sequence[Site] = (),
+    whole: bool = False,
+) -> Recorded:
+    """One run of a sweep, made without logits that nothing reads. whole: with them, by `interp.run`."""
+    if whole or not isinstance(model, Transformer):
+        found = run(model, inputs, record=list(sites), change=change, wanted=wanted)
+        one = reading.of_run(found.logits)
+        return Recorded(inputs, found.cache, one, reading.of_full(found.logits, inputs))
+    tap = RunTap(model, inputs, list(sites), change, tuple(wanted))
+    ends = [site for site in tap.wanted if site.layer is None and site.name not in ("embed", "pos_embed")]
+    with torch.no_grad():
+        stream = model.stream(inputs, tap)
+        if any(site.stack == model.sites[-1].stack for site in ends):  # the end of the model is recorded or changed
+            one = reading.of_run(model.unembed(stream, tap))
+        else:
+            one = unembed_at(model, stream, reading)
+    tap.check_reached()
+    if not bool(torch.isfinite(one.sum())):
+        check_weights(model)
+    return Recorded(inputs, Cache(tap.recorded), one, reading.of_slice(one))
+
+
+def unembed_at(model: Any, stream: Tensor, reading: Reading) -> Tensor:
+    """The entries that the metric reads [batch n_positions n_entries] of a stream after the last block [batch pos d_model]."""
+    rows = stream.gather(1, reading.positions[..., None].expand(-1, -1, stream.shape[-1]))
+    return model.unembed(rows, None, None if reading.entries is None else reading.at_entries())
+
+
+def rows_of(cache: Mapping[Site, Tensor], example: int) -> Cache:
+    """A run's recorded values of one example, as a run of its own."""
+    return Cache({site: value[example : example + 1] for site, value in cache.items()})

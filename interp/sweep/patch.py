@@ -1,0 +1,201 @@
+"""Activation patching (Zhang & Nanda 2024): values of one run written into another, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from interp.hookable import Hookable, require_head
+from interp.interventions import Intervention
+from interp.metrics import Metric
+from interp.run import prepare
+from interp.sites import Site, resolve
+from interp.sweep.base import Recorded, record
+from interp.sweep.cells import Cells, Listed
+from interp.sweep.checkpoint import Checkpoint
+from interp.sweep.errors import SweepError
+from interp.sweep.execute import Estimate, Exact, Job, can_walk
+from interp.sweep.grid import SiteGrid, check_choices, check_pairs, site_grids, site_groups
+from interp.sweep.reading import Reading
+from interp.sweep.result import SweepResult
+from interp.sweep.walk import recorded_sites
+
+Direction = Literal["denoising", "noising"]
+
+
+@dataclass
+class SweepPlan:
+    """A sweep that is ready to run: `estimate` says what it will cost, `run` carries it out."""
+
+    jobs: list[Job]
+    grids: list[SiteGrid]
+    direction: str
+    clean: Tensor
+    corrupted: Tensor | None
+
+    def __repr__(self) -> str:
+        return f"SweepPlan({', '.join(job.name for job in self.jobs)}: {self.estimate})"
+
+    @property
+    def estimate(self) -> Estimate:
+        """Cells, floating-point operations, bytes at the peak and seconds, all sites together."""
+        each = [job.estimate() for job in self.jobs]
+        total = [sum(values) for values in zip(*((e.cells, e.flops, e.seconds) for e in each), strict=True)]
+        return Estimate(
+            int(total[0]), total[1], max(e.memory for e in each), total[2], max(e.cells_at_once for e in each)
+        )
+
+    def run(self, check: int = 2, checkpoint: Checkpoint | str | Path | None = None, progress: bool = True) -> SweepResult:
+        """Every cell. Raises SweepError, SweepCheckError, SweepInterrupted."""
+        if not isinstance(check, int) or isinstance(check, bool) or check < 0:
+            raise SweepError(f"check={check!r} is not allowed; allowed: how many cells to run again in full, 0 for none")
+        kept = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+        total = sum(len(job.cells) for job in self.jobs)
+        with tqdm(total=total, disable=not progress, desc="patching", unit="patch", smoothing=0.1) as bar:
+            done = [job.compute(check, kept, bar) for job in self.jobs]
+        work: dict[str, int] = {}
+        for one in done:
+            for name, count in one.work.items():
+                work[name] = work.get(name, 0) + count
+        first = self.jobs[0]
+        return SweepResult(
+            metric=first.reading.name,
+            unit=first.reading.unit,
+            direction=self.direction,
+            values={
+                grid.name: one.values.unflatten(0, grid.shape) for grid, one in zip(self.grids, done, strict=True)
+            },
+            axes={grid.name: grid.axes for grid in self.grids},
+            coordinates={grid.name: grid.coordinates for grid in self.grids},
+            clean=self.clean.cpu(),
+            corrupted=None if self.corrupted is None else self.corrupted.cpu(),
+            engine=first.engine,
+            exact=first.exact,
+            work=work,
+            checked=max(one.checked for one in done),
+            checks=sum(one.checks for one in done),
+            spans={grid.name: grid.spans for grid in self.grids},
+        )
+
+
+def plan_sweep(
+    model: Hookable,
+    clean: Any,
+    corrupted: Any,
+    metric: Metric | Callable[[Tensor], Tensor],
+    sites: str | Sequence[str | Sequence[str]] = ("resid_pre", "attn_out", "ffn_out"),
+    by: str | Sequence[str] = ("layer", "position"),
+    direction: Direction = "denoising",
+    engine: Literal["fast", "reference"] = "fast",
+    exact: Exact = "rounding",
+    window: int = 1,
+    positions: Sequence[int] | None = None,
+    budget: float | None = None,
+    tokenizer: Any = None,
+    prefix: Sequence[int] | None = None,
+) -> SweepPlan:
+    """A patching sweep with its two runs made and nothing else computed: see `patch_sweep`, which runs it."""
+    clean = prepare(model, clean, tokenizer, prefix)
+    changes = _changes(model, corrupted)
+    other = clean if changes else prepare(model, corrupted, tokenizer, prefix)
+    require_head(model)
+    check_pairs(clean, other)
+    check_choices(direction=direction, engine=engine, exact=exact, budget=budget)
+    groups = site_groups(model, sites, by, window)
+    wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
+    reading = Reading(metric, clean, model.config.vocab)
+    reads = [*wanted, *_further(model, engine, exact)]
+    whole = engine == "reference" or exact == "bitwise"
+    runs = {
+        "clean": record(model, clean, reads, reading, (), wanted, whole),
+        "corrupted": record(model, other, reads, Reading(metric, other, model.config.vocab), changes, wanted, whole),
+    }
+    shapes = {site: tuple(runs["clean"].cache[site].shape) for site in wanted}
+    grids = site_grids(groups, by, shapes, clean, other, window, positions)
+    source, base = (runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean")))
+    always = changes if direction == "denoising" else ()
+    jobs = []
+    for grid in grids:
+        cells = _cells(model, grid, source, always)
+        fast = engine if engine == "reference" or can_walk(model, cells) else "full"
+        jobs.append(Job(model, cells, base, reading, exact, fast, budget, grid.name, grid.label))
+    return SweepPlan(jobs, grids, direction, runs["clean"].metric, runs["corrupted"].metric)
+
+
+def patch_sweep(
+    model: Hookable,
+    clean: Any,
+    corrupted: Any,
+    metric: Metric | Callable[[Tensor], Tensor],
+    sites: str | Sequence[str | Sequence[str]] = ("resid_pre", "attn_out", "ffn_out"),
+    by: str | Sequence[str] = ("layer", "position"),
+    direction: Direction = "denoising",
+    engine: Literal["fast", "reference"] = "fast",
+    exact: Exact = "rounding",
+    window: int = 1,
+    positions: Sequence[int] | None = None,
+    budget: float | None = None,
+    check: int = 2,
+    checkpoint: Checkpoint | str | Path | None = None,
+    progress: bool = False,
+    tokenizer: Any = None,
+    prefix: Sequence[int] | None = None,
+) -> SweepResult:
+    """The metric after each patch (Zhang & Nanda 2024), [*axes, example] per site.
+
+    clean: inputs. corrupted: inputs of equal shape, row i of both forming a pair, or interventions that corrupt the clean ones
+    (Gaussian noise on the subject: AddNoise("embed", std, at="subject")). sites: per-layer names, in an encoder-decoder with
+    their stack ("encoder.resid_post"); a tuple of names is patched jointly. by: the axes to sweep, of "layer" or "window",
+    "position" or "role" (the inputs' named positions), "head", "neuron"; an axis left out is patched whole (without "layer":
+    every layer's site at once). direction: denoising writes clean values into the corrupted run (sufficiency), noising the
+    reverse (necessity). window: with "window", how many layers around each (odd; cut off at the ends, which the table marks).
+    positions: only these, default all.
+
+    engine: "fast" computes per cell only what its patch reaches, as decided from the mask; models whose blocks cannot be
+    entered run batched full forwards; "reference" one full run per cell. exact: "rounding" takes every shortcut, "bitwise" only
+    those that keep the reference's bits. budget: bytes that a chunk may take, default half of what is free. check: how many
+    cells are run again in full; the largest difference is in the result. checkpoint: a path, where finished cells are kept, so
+    that the same call goes on after an interruption. Patches that change nothing have effect exactly 0.
+    Raises SweepError, SweepCheckError, SweepInterrupted, InputsError, UnknownSiteError, MetricError.
+    """
+    plan = plan_sweep(model, clean, corrupted, metric, sites, by, direction, engine, exact, window, positions, budget,
+                      tokenizer, prefix)  # fmt: skip
+    return plan.run(check, checkpoint, progress)
+
+
+def _changes(model: Hookable, corrupted: Any) -> tuple[Intervention, ...]:
+    """The interventions that a corruption consists of; empty when it is inputs."""
+    many = (corrupted,) if isinstance(corrupted, Intervention) else corrupted
+    if not isinstance(many, list | tuple) or not any(isinstance(one, Intervention) for one in many):
+        return ()
+    for one in many:
+        if not isinstance(one, Intervention):
+            raise SweepError(f"corrupted holds {one!r} beside interventions; allowed: inputs, or interventions only")
+        resolve(one.place, model.sites)
+    return tuple(many)
+
+
+def _further(model: Hookable, engine: str, exact: str) -> list[Site]:
+    """What the engine reads of the base run beside the sites that are swept."""
+    if engine == "reference" or not model.can_resume:
+        return []
+    if exact == "bitwise":
+        last = model.config.n_layers - 1
+        return [s for s in model.sites if s.name == "resid_pre" or (s.name, s.layer) == ("resid_post", last)]
+    return recorded_sites(model)  # type: ignore[arg-type]
+
+
+def _cells(model: Hookable, grid: SiteGrid, source: Recorded, always: Sequence[Intervention]) -> Cells:
+    """The grid's cells; one by one where the base run's own changes meet them inside the model."""
+    order = model.sites
+    cells = grid.cells(source.cache, order, always)
+    early = {resolve(change.place, order) for change in always}
+    if all(site.name in ("embed", "pos_embed") for site in early) and not early & set(cells.sites):
+        return cells
+    alone = grid.cells(source.cache, order)
+    return Listed([alone.interventions(i) for i in range(len(alone))], order, always)

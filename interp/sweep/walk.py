@@ -1,0 +1,335 @@
+"""The fast engine: many cells walk through the blocks together, each with only the tokens that its changes reach.
+
+Every line of a block but attention treats tokens one by one, so the model's own blocks run on one long row of tokens,
+[1 row d_model], whatever cells, examples and positions those are; only attention has to know who reads whom (`Reader`).
+Cells join the row at the layer that they change, starting from the base run's stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interp.model.inputs import Edges, Memory, attention_edges, cross_edges, position_ids
+from interp.model.positions import rotary_table
+from interp.model.transformer import Transformer
+from interp.sites import Site
+from interp.sweep.attend import Reader
+from interp.sweep.base import Recorded
+from interp.sweep.cells import Cells, Rows
+from interp.sweep.layout import Layout, Reach, lay_out, middle_of, parts
+from interp.sweep.reading import Reading
+
+
+class RowTap:
+    """Writes a chunk's changes into values laid out in rows, at the sites that its cells touch."""
+
+    def __init__(self, walk: Walk, sites: set[Site], rows: Rows, memory: Rows | None = None) -> None:
+        self.walk, self.sites, self.rows, self.memory = walk, sites, rows, memory
+
+    def wants(self, site: Site) -> bool:
+        return site in self.sites
+
+    def __call__(self, site: Site, value: Tensor) -> Tensor:
+        if site not in self.sites:
+            return value
+        rows = self.memory if site.name in ("cross_k", "cross_v") and self.memory is not None else self.rows
+        base = self.walk.base
+        return self.walk.cells.write(site, value[0], rows, base.cache, base.inputs)[None]
+
+
+@dataclass
+class Live:
+    """The tokens whose stream differs from the base run's: `stream` [row d_model] and where each lies, `slot`
+    [sequence pos], −1 where the base run's holds."""
+
+    stream: Tensor
+    slot: np.ndarray
+
+    @property
+    def mask(self) -> np.ndarray:
+        return self.slot >= 0
+
+    def gather(self, rows: Rows, base: Tensor) -> Tensor:
+        """The stream of the given tokens [row d_model], live or from the base run's [batch pos d_model]."""
+        slot = self.slot[rows.sequence, rows.position]
+        live = np.flatnonzero(slot >= 0)
+        if len(live) == len(slot):
+            same = len(slot) == len(self.stream) and bool((slot == np.arange(len(slot))).all())
+            return self.stream if same else self.stream[_index(slot, base)]
+        found = base[_index(rows.example, base), _index(rows.position, base)]
+        found[_index(live, base)] = self.stream[_index(slot[live], base)]
+        return found
+
+    @staticmethod
+    def of(stream: Tensor, rows: Rows, shape: tuple[int, ...]) -> Live:
+        slot = np.full(shape, -1, dtype=np.int64)
+        slot[rows.sequence, rows.position] = np.arange(len(rows))
+        return Live(stream, slot)
+
+
+def _index(array: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device)
+
+
+class Stack:
+    """What one stack of blocks needs to walk: its blocks, its mask and its share of the base run."""
+
+    def __init__(self, blocks: Any, config: Any, inputs: Any, last: np.ndarray, stack: str | None, base: Any, sites) -> None:
+        self.blocks, self.config, self.stack, self.base, self.length = blocks, config, stack, base, inputs.length
+        device = inputs.tokens.device
+        edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, device)
+        if edges is None:
+            edges = torch.ones(1, inputs.length, inputs.length, dtype=torch.bool, device=device)
+        self.edges = edges.reshape(-1, inputs.length, inputs.length)  # [batch or 1, query, key]
+        self.reach = Reach(self.edges.cpu().numpy(), len(blocks), last)
+        self.parts = [parts(sites, layer, stack, middle_of(config)) for layer in range(len(blocks))]
+        self.rotary = None
+        if config.positions == "rotary":
+            self.rotary = rotary_table(config, position_ids(inputs), blocks[0].attention.qkv.weight.dtype)
+
+    def at(self, name: str, layer: int) -> Tensor:
+        return self.base[Site(name, layer, self.stack)]  # type: ignore[arg-type]
+
+    def angles(self, rows: Rows) -> tuple[Tensor, Tensor] | None:
+        """The rotary table of each row [1 row 1 n]."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary
+        example = rows.example if len(cos) > 1 else np.zeros_like(rows.example)
+        pick = _index(example, cos), _index(rows.position, cos)
+        return cos[pick][None], sin[pick][None]
+
+    def closed(self, rows: Rows) -> Tensor | None:
+        """Which keys each row may not read [row key]."""
+        example = rows.example if len(self.edges) > 1 else np.zeros_like(rows.example)
+        return ~self.edges[_index(example, self.edges), _index(rows.position, self.edges)]
+
+
+def recorded_sites(model: Transformer) -> list[Site]:
+    """What the walk reads of the base run, beside the sites that are swept."""
+    wanted, rotates = [], model.config.rotates
+    middle = middle_of(model.config)
+    for site in model.sites:
+        plain = "resid_mid" if site.stack == "encoder" and middle == "resid_cross" else middle
+        if site.name in ("resid_pre", "k_rot" if rotates else "k", "v", "cross_k", "cross_v", plain):
+            wanted.append(site)
+        elif (site.name, site.stack) == ("final", "encoder"):
+            wanted.append(site)
+        elif site.name == "resid_post" and site.layer == _last_layer(model, site):
+            wanted.append(site)
+    return wanted
+
+
+def _last_layer(model: Transformer, site: Site) -> int:
+    blocks = model.encoder.blocks if site.stack == "encoder" and model.encoder is not None else model.blocks
+    return len(blocks) - 1
+
+
+class Walk:
+    """All that chunks share; calling it with a chunk's cells gives the slices that the metric reads."""
+
+    def __init__(self, model: Transformer, cells: Cells, base: Recorded, reading: Reading) -> None:
+        self.model, self.cells, self.base, self.reading = model, cells, base, reading
+        self.work: Counter[str] = Counter()
+        self.dry = False  # count only
+        self.sites = set(cells.sites) | {change.place for change in cells.always}
+        config, inputs = model.config, base.inputs
+        name = model.sites[-1].stack
+        self.decoder = Stack(model.blocks, config, inputs, reading.needed, name, base.cache, model.sites)
+        self.encoder = None
+        if model.encoder is not None:
+            mask = cross_edges(inputs).mask
+            source = inputs.encoder
+            readable = np.ones(tuple(source.tokens.shape), dtype=bool) if mask is None else mask[:, 0, 0].cpu().numpy()
+            self.readable = readable
+            self.encoder = Stack(
+                model.encoder.blocks, config.encoder, source, readable, "encoder", base.cache, model.sites
+            )
+
+    @torch.no_grad()
+    def __call__(self, cells: np.ndarray, touched: Mapping[Site, np.ndarray]) -> Tensor:
+        """cells [cell]; touched: per site bool [cell batch row_axis] -> the metric [cell batch]."""
+        slices = self.base.slice.expand(len(cells), *self.base.slice.shape).clone()
+        which, chunk = self._chunk(cells, touched)
+        if len(which):
+            self._read(chunk, chunk.run(), which, slices)
+        return self.reading.of_slices(slices)
+
+    def count(self, cells: np.ndarray, touched: Mapping[Site, np.ndarray]) -> Counter[str]:
+        """The work that the cells would be, from their layout alone."""
+        before, self.work, self.dry = self.work, Counter(), True
+        try:
+            which, chunk = self._chunk(cells, touched)
+            if len(which):
+                chunk.run()
+            return self.work
+        finally:
+            self.work, self.dry = before, False
+
+    def _chunk(self, cells: np.ndarray, touched: Mapping[Site, np.ndarray]) -> tuple[np.ndarray, _Chunk]:
+        """The (cell, example) pairs that change at all: which of `cells` each belongs to, and the pairs."""
+        moved = np.zeros((len(cells), self.base.inputs.batch), dtype=bool)
+        for mask in touched.values():
+            moved |= mask.any(2)
+        which, example = np.nonzero(moved)
+        return which, _Chunk(self, cells[which], example, {site: mask[which, example] for site, mask in touched.items()})
+
+    def _read(self, chunk: _Chunk, live: Live, which: np.ndarray, slices: Tensor) -> None:
+        """Unembed the live tokens that the metric reads and put their entries into the slices."""
+        s, reading = self.model.site_names, self.reading
+        ends = {site for site in (s.final_scale, s.final_hat, s.final, s.logits) if site in self.sites}
+        positions = reading.positions.cpu().numpy()
+        mask = live.mask.copy()
+        for site in ends & set(chunk.touched):
+            mask |= chunk.touched[site]
+        sequence, number = np.nonzero(np.take_along_axis(mask, positions[chunk.example], 1))
+        if not len(sequence):
+            return
+        example = chunk.example[sequence]
+        rows = Rows(sequence, chunk.cell[sequence], example, positions[example, number])
+        stream = live.gather(rows, self.decoder.at("resid_post", len(self.decoder.blocks) - 1))
+        entries = None if reading.entries is None else reading.entries[_index(example, stream)]
+        tap = RowTap(self, ends, rows)
+        logits = self.model.unembed(stream[None], tap, None if entries is None else entries[None])[0]
+        slices[_index(which[sequence], stream), _index(example, stream), _index(number, stream)] = logits
+        self.work["unembedded rows"] += len(rows)
+
+
+class _Chunk:
+    """Some cells on their way: `cell`, `example` [sequence], `touched` per site bool [sequence row_axis]."""
+
+    def __init__(self, walk: Walk, cell: np.ndarray, example: np.ndarray, touched: dict[Site, np.ndarray]) -> None:
+        self.walk, self.cell, self.example, self.touched = walk, cell, example, touched
+        self.memory: Live | None = None
+
+    def run(self) -> Live:
+        """Through the encoder, where there is one, and the blocks; the live tokens after the last."""
+        walk = self.walk
+        encoder = walk.encoder
+        if encoder is not None:
+            self.memory = self._encoded(self._through(encoder, self._embedded(encoder, "encoder")))
+        return self._through(walk.decoder, self._embedded(walk.decoder, walk.decoder.stack))
+
+    def _through(self, stack: Stack, live: Live) -> Live:
+        layout, settled = None, False
+        for layer in range(len(stack.blocks)):
+            touched = self._by_reach(stack, layer)
+            memory = None if stack.stack == "encoder" or self.memory is None else self.memory.mask
+            if not touched and not len(live.stream) and memory is None:
+                continue
+            # The same tokens as in the layer before, all of them still needed: the same layout.
+            settled = settled and not touched and not (live.mask & ~stack.reach.needed[layer + 1][self.example]).any()
+            if not settled or layout is None:
+                readable = None if memory is None else self.walk.readable
+                layout = lay_out(stack.reach, layer, live.mask, touched, self.cell, self.example, memory, readable)
+            settled = not touched and not len(layout.extra) and len(layout.rows) == len(live.stream)
+            live = self._block(stack, layer, live, layout)
+        return live
+
+    def _by_reach(self, stack: Stack, layer: int) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for site, reach in stack.parts[layer].items():
+            mask = self.touched.get(site)
+            if mask is not None and mask.any():
+                found[reach] = found[reach] | mask if reach in found else mask
+        return found
+
+    def _block(self, stack: Stack, layer: int, live: Live, layout: Layout) -> Live:
+        """One block: rows in full, `late` ones from its middle on."""
+        walk, block = self.walk, stack.blocks[layer]
+        shape = (len(self.cell), stack.length)
+        walk.work["token_layers"] += len(layout.rows)
+        walk.work["key_value_token_layers"] += len(layout.extra)
+        walk.work["ffn_token_layers"] += len(layout.late)
+        walk.work["memory_token_layers"] += len(layout.memory)
+        rows = layout.rows.then(layout.late) if len(layout.late) else layout.rows
+        if walk.dry or not len(rows):
+            return Live.of(live.stream.new_empty(len(rows), live.stream.shape[1]), rows, shape)
+        sites = {site for site in walk.sites if (site.layer, site.stack) == (layer, stack.stack)}
+        base, base_middle = stack.at("resid_pre", layer), stack.at(block.middle.name, layer)
+        middle = base_middle[:0, 0]
+        if len(layout.rows):
+            x = live.gather(layout.rows, base)[None]
+            reader = self._reader(stack, layer, live, layout, sites)
+            tap = RowTap(walk, sites, layout.rows, layout.memory)
+            edges = Edges(None, False, False, read=reader)
+            middle = block.mix(x, tap, edges, stack.angles(layout.rows), None, self._memory(stack, layer, layout))[0]
+        if len(layout.late):
+            late = base_middle[_index(layout.late.example, middle), _index(layout.late.position, middle)]
+            late = RowTap(walk, sites, layout.late)(block.middle, late[None])[0]
+            middle = torch.cat([middle, late])
+        return Live.of(block.feed(middle[None], RowTap(walk, sites - {block.middle}, rows))[0], rows, shape)
+
+    def _reader(self, stack: Stack, layer: int, live: Live, layout: Layout, sites: set[Site]) -> Reader:
+        block, extra = stack.blocks[layer], None
+        if len(layout.extra):
+            x = live.gather(layout.extra, stack.at("resid_pre", layer))[None]
+            tap = RowTap(self.walk, sites, layout.extra)
+            k, v = block.keys_values(x, tap, stack.angles(layout.extra))
+            extra = k[0], v[0]
+        keys = stack.at("k_rot" if stack.config.rotates else "k", layer)
+        closed = stack.closed(layout.rows)
+        return Reader(keys, stack.at("v", layer), closed, layout.groups, extra)
+
+    def _memory(self, stack: Stack, layer: int, layout: Layout) -> Memory | None:
+        """What cross-attention reads: the cells' own source states and the base run's keys and values."""
+        if self.memory is None or stack.stack == "encoder":
+            return None
+        base = self.walk.base
+        source = base.cache[Site("final", stack="encoder")]
+        states = self.memory.gather(layout.memory, source)[None]
+        mask = cross_edges(base.inputs).mask
+        closed = None if mask is None else ~mask[:, 0, 0][_index(layout.rows.example, mask)]
+        reader = Reader(
+            stack.at("cross_k", layer), stack.at("cross_v", layer), closed, layout.groups, cross=True
+        )
+        return Memory(states, Edges(None, False, False, read=reader))
+
+    def _embedded(self, stack: Stack, name: str | None) -> Live:
+        """Sequences whose embedding is changed start with the tokens that the change makes another."""
+        walk, shape = self.walk, (len(self.cell), stack.length)
+        sites = {site for site in walk.sites if site.name in ("embed", "pos_embed") and site.stack == name}
+        masks = [self.touched[site] for site in sites if site in self.touched]
+        empty = stack.at("resid_pre", 0)[:0, 0]
+        mask = np.logical_or.reduce(masks) if masks else np.zeros(shape, dtype=bool)
+        chosen = np.flatnonzero(mask.any(1))
+        if not len(chosen):
+            return Live(empty, np.full(shape, -1, dtype=np.int64))
+        position = np.tile(np.arange(stack.length), len(chosen))
+        sequence = np.repeat(chosen, stack.length)
+        rows = Rows(sequence, self.cell[sequence], self.example[sequence], position)
+        inputs = walk.base.inputs if name != "encoder" else walk.base.inputs.encoder
+        inputs = inputs.select(_index(self.example[chosen], inputs.tokens))
+        row_tap = RowTap(walk, sites, rows)
+
+        def tap(site: Site, value: Tensor) -> Tensor:
+            return row_tap(site, value.flatten(0, 1)[None])[0].unflatten(0, value.shape[:2])
+
+        x = walk.model.embed_source(inputs, tap) if name == "encoder" else walk.model.embed(inputs, tap)
+        mask = mask[chosen]
+        number, position = np.nonzero(mask)
+        sequence = chosen[number]
+        rows = Rows(sequence, self.cell[sequence], self.example[sequence], position)
+        return Live.of(x[_index(number, x), _index(position, x)], rows, shape)
+
+    def _encoded(self, live: Live) -> Live:
+        """The encoder's last step on the live source tokens: its norm, where it has one, and `encoder.final`."""
+        walk = self.walk
+        model, stack = walk.model, walk.encoder
+        assert model.encoder is not None and stack is not None
+        s, mask = model.encoder.site_names, live.mask.copy()
+        ends = {site for site in (s.final_scale, s.final_hat, s.final) if site in walk.sites}
+        for site in ends & set(self.touched):
+            mask |= self.touched[site]
+        mask &= walk.readable[self.example]
+        sequence, position = np.nonzero(mask)
+        rows = Rows(sequence, self.cell[sequence], self.example[sequence], position)
+        x = live.gather(rows, stack.at("resid_post", len(stack.blocks) - 1))
+        return Live.of(model.encoder.finish(x[None], RowTap(walk, ends, rows))[0], rows, mask.shape)
