@@ -25,7 +25,7 @@ from interp.model import (
 )
 from interp.run import Cache, Run, run
 from interp.sites import SITES, Site
-from interp.sweep import SweepResult, patch_sweep
+from interp.sweep import SweepResult, ablation_sweep, knock_out_sweep, patch_sweep, path_patch, plan_sweep, run_many
 from interp.tokens import Vocabulary, tokenize
 from interp.training import TrainConfig, train
 
@@ -80,6 +80,7 @@ __all__ = [
     "Transformer",
     "Vocabulary",
     "Zero",
+    "ablation_sweep",
     "attention_mass",
     "center",
     "ffn_keys",
@@ -90,6 +91,7 @@ __all__ = [
     "from_transformer_lens",
     "generate",
     "kl_divergence",
+    "knock_out_sweep",
     "load",
     "log_probability",
     "logit_difference",
@@ -97,8 +99,11 @@ __all__ = [
     "loss",
     "minilm",
     "patch_sweep",
+    "path_patch",
+    "plan_sweep",
     "probability",
     "run",
+    "run_many",
     "save",
     "shipped",
     "smollm2",

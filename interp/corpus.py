@@ -79,8 +79,9 @@ def record_corpus(
             read = side(found[0], "position", inputs)
             example, position = _places(read, positions)
             if recording.is_new(inputs, position):
-                rows = _rows(model, inputs, found, example * read.length + position, dtype)
-                recording.add(rows, example, position, read.tokens[example, position])
+                places = example * read.length + position
+                token = read.tokens[example, position]
+                recording.add(_rows(model, inputs, found, places, dtype), example, position, token)
         except (InputsError, TokenizerError, SelectionError, NotReachedError, CorpusError) as error:
             raise type(error)(f"batch {number}: {error}") from error
     recording.finish()

@@ -29,7 +29,10 @@ class InterventionError(ValueError):
 class HasCache(Protocol):
     """A recorded run: what `run` returns."""
 
-    cache: Mapping[Any, Tensor]
+    @property
+    def cache(self) -> Mapping[Any, Tensor]:
+        """Recorded values by site."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

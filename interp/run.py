@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,11 +81,23 @@ class Cache(Mapping[Site, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What one forward pass gave: logits [batch pos vocab], the recorded sites, and the inputs that were run."""
+    """What one forward pass gave: logits [batch pos vocab], the recorded sites, and the inputs that were run.
+
+    model: a weak reference to what was run, None after unpickling; `made_by` is the model while it exists.
+    """
 
     logits: Tensor
     cache: Cache
     inputs: Inputs
+    model: Any = field(default=None, repr=False)
+
+    @property
+    def made_by(self) -> Any:
+        """The model that was run, None when it is gone or not known."""
+        return None if self.model is None else self.model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "model": None}  # weak references cannot be pickled
 
     def __repr__(self) -> str:
         return f"Run(logits {tuple(self.logits.shape)}, {self.cache!r})"
@@ -115,7 +128,7 @@ def run(
     tap.check_reached()
     if not bool(torch.isfinite(logits.detach().sum())):
         check_weights(model)
-    return Run(logits, Cache(tap.recorded), inputs)
+    return Run(logits, Cache(tap.recorded), inputs, weakref.ref(model))
 
 
 def record_sites(model: Hookable, record: str | Site | Iterable[str | Site]) -> list[Site]:
@@ -137,8 +150,8 @@ def prepare(model: Hookable, inputs: Any, tokenizer: Any = None, prefix: Sequenc
     inputs = replace(inputs, tokens=inputs.tokens.long())  # any integer type is accepted, one is used
     if inputs.source is not None:
         inputs = replace(inputs, source=inputs.source.long())
-    for field in ("roles", "source_roles"):
-        inputs = replace(inputs, **{field: {name: role.long() for name, role in getattr(inputs, field).items()}})
+    for kind in ("roles", "source_roles"):
+        inputs = replace(inputs, **{kind: {name: role.long() for name, role in getattr(inputs, kind).items()}})
     device = getattr(model, "device", None)
     return inputs if device is None else inputs.to(device)
 

@@ -45,10 +45,11 @@ from sweeps.floor import floor
 
 SPEED = ("resid16", "resid64", "heads", "toy", "smollm2")
 ROWS = (*SPEED, "floor", "curves", "equality")
-ENGINE, COUNTER = "reference", "blocks_times_tokens"
+ENGINE = "fast"
 SAMPLE = 32  # cells that a slow peer runs per turn
 GPT2_SMALL: dict[str, Any] = {"layers": 12, "width": 768, "heads": 12, "vocab": 50257, "prompts": 4}
 TOY: dict[str, Any] = {"layers": 4, "width": 128, "heads": 4, "vocab": 1000, "prompts": 4}
+RESULTS = Path(__file__).parent / "results" / "sweep"
 QUICK: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "vocab": 101, "prompts": 2}
 
 
@@ -63,7 +64,7 @@ def case(row: str, quick: bool) -> Case:
     return gpt2_case(row, **(QUICK if quick else sizes), length=length // 2 if quick else length, site=site)
 
 
-def compare(row: str, repeats: int, quick: bool, python: Path | None, threads: int) -> list[dict[str, Any]]:
+def compare(row: str, repeats: int, quick: bool, python: Path | None, threads: int) -> pd.DataFrame:
     """One table row per peer."""
     one, sample = case(row, quick), 4 if quick else SAMPLE
     some = spread(sample, len(one.cells))
@@ -80,7 +81,7 @@ def compare(row: str, repeats: int, quick: bool, python: Path | None, threads: i
             scaled = peers.transformer_lens(one, some)
             alternate([scaled], repeats)
             notes = f"from {len(some)} cells alone: {scaled.seconds:.3g} s"
-    return [_row(one, us, peer, notes if peer is against[0] else "") for peer in against]
+    return pd.DataFrame([_row(one, us, peer, notes if peer is against[0] else "") for peer in against])
 
 
 def _row(one: Case, us: Contender, peer: Contender, note: str) -> dict[str, Any]:
@@ -95,8 +96,8 @@ def _row(one: Case, us: Contender, peer: Contender, note: str) -> dict[str, Any]
         "row": one.name, "site": one.site, "against": peer.name, "cells": cells, "cells it ran": ran,
         "tokens": "×".join(map(str, one.clean.shape)), "first": one.first, "interp s": us.seconds,
         "against s": peer.seconds, "ratio": peer.seconds / us.seconds, "lowest ratio": min(ratios), "highest ratio": max(ratios),
-        "difference / |metric|": float((a - b).abs().max() / b.abs().max()),
-        "effect / |metric|": float((b - corrupted).abs().max() / b.abs().max()), "note": note,
+        "difference / metric": float((a - b).abs().max() / b.abs().max()),
+        "effect / metric": float((b - corrupted).abs().max() / b.abs().max()), "note": note,
     }  # fmt: skip
 
 
@@ -147,35 +148,52 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--nnsight-python", type=Path, help="the Python of an environment with nnsight (see above)")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results" / "sweep")
+    parser.add_argument(
+        "--folder", type=Path, help="default: results/sweep beside this file, with --quick runs/sweep_quick"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     asked = parser.parse_args(words)
     torch.set_num_threads(asked.threads)
-    tables: dict[str, list[pd.DataFrame]] = {}
-    for row in asked.rows:
-        if row in SPEED:
-            found = compare(row, asked.repeats, asked.quick, asked.nnsight_python, asked.threads)
-            tables.setdefault("speed", []).append(pd.DataFrame(found))
-        elif row == "floor":
-            tables["floor"] = [against_floor(asked.repeats, asked.quick)]
-        elif row == "equality":
-            tables["equality"] = [equal_values(asked.quick)]
-        else:
-            measured = curves.measure(ENGINE, COUNTER, asked.repeats, asked.quick)
-            tables |= {"curves": [measured], "slopes": [curves.slopes(measured)]}
-        gc.collect()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    print(
-        f"{asked.threads} thread(s), float32, medians of {asked.repeats} alternating turns, torch {torch.__version__}"
-    )
+    folder = asked.folder or (Path("runs/sweep_quick") if asked.quick else RESULTS)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "transformer-lens"))
+    print(f"float32, medians of {asked.repeats} alternating turns, {asked.threads} thread(s), {versions}")
     if "toy" in asked.rows and asked.nnsight_python is None:
         print("nnsight was not measured: no --nnsight-python")
-    for name, parts in tables.items():
-        table = pd.concat(parts, ignore_index=True).assign(threads=asked.threads)
-        table.to_csv(asked.folder / f"{name}.csv", index=False, float_format="%.4g")
-        print(f"\n{markdown(table)}")
-    for name in curves.MEASURES if "curves" in tables else ():
-        curves.figure(tables["curves"][0], name, COUNTER).savefig(asked.folder / f"curves_{name}.png")
+    tables: dict[str, pd.DataFrame] = {}
+    for row in asked.rows:
+        found = measure(row, asked)
+        if "curves" in found:
+            for name in curves.MEASURES:
+                folder.mkdir(parents=True, exist_ok=True)
+                curves.figure(found["curves"], name).savefig(folder / f"curves_{name}.png")
+        tables |= {name: save(folder / f"{name}.csv", table, asked.threads) for name, table in found.items()}
+        gc.collect()
+    for name, table in tables.items():
+        print(f"\n{name}\n\n{markdown(table)}")
+
+
+def measure(row: str, asked: argparse.Namespace) -> dict[str, pd.DataFrame]:
+    """The tables of one row of the program, by name."""
+    if row in SPEED:
+        return {"speed": compare(row, asked.repeats, asked.quick, asked.nnsight_python, asked.threads)}
+    if row == "floor":
+        return {"floor": against_floor(asked.repeats, asked.quick)}
+    if row == "equality":
+        return {"equality": equal_values(asked.quick)}
+    table = curves.measure(ENGINE, asked.repeats, asked.quick)
+    return {"curves": table, "slopes": curves.slopes(table)}
+
+
+def save(path: Path, table: pd.DataFrame, threads: int) -> pd.DataFrame:
+    """As CSV; rows of the same name that an earlier run left there are replaced, others kept. Returns the whole table."""
+    table = table.assign(threads=threads)
+    if path.exists():
+        earlier = pd.read_csv(path, keep_default_na=False, na_values=[""])
+        key = table.columns[0]
+        table = pd.concat([earlier[~earlier[key].isin(table[key])], table], ignore_index=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(path, index=False, float_format="%.4g")
+    return table
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.cross_attention: Any = CrossAttention(config, layer, stack) if crosses else None
         # The stream that the FFN reads; without an FFN it is what leaves the block.
         middle = "resid_post" if self.ffn is None else "resid_cross" if crosses else "resid_mid"
-        self.middle, self.middle_sum = getattr(s, middle), getattr(s, f"{middle}_sum", None)
+        self.middle, self.middle_sum = getattr(s, middle), getattr(s, f"{middle}_sum")
 
     def forward(
         self, x: Tensor, tap: Tap, edges: Edges, rotary, cache: KVCache | None = None, memory: Memory | None = None

@@ -36,7 +36,9 @@ class Reader:
         """q [1 row head d_head], k and v [1 new_key kv_head d_head] -> z [1 row head d_head]."""
         q, k, v, s = q[0], k[0], v[0], attention.sites
         n, kv_heads = len(q), k.shape[1]
-        q = (q * attention.config.attention_scale).unflatten(1, (kv_heads, -1))  # [row kv_head group d_head]
+        scale = attention.config.attention_scale
+        assert scale is not None  # the config resolves it
+        q = (q * scale).unflatten(1, (kv_heads, -1))  # [row kv_head group d_head]
         length = self.base_keys.shape[1]
         scores = q.new_zeros(n, kv_heads, q.shape[2], length)
         for group in self.groups:

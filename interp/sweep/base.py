@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,28 @@ def unembed_at(model: Any, stream: Tensor, reading: Reading) -> Tensor:
     return model.unembed(rows, None, None if reading.entries is None else reading.at_entries())
 
 
-def rows_of(cache: Mapping[Site, Tensor], example: int) -> Cache:
-    """A run's recorded values of one example, as a run of its own."""
-    return Cache({site: value[example : example + 1] for site, value in cache.items()})
+def further_sites(model: Hookable, engine: str, exact: str) -> list[Site]:
+    """What an engine reads of the base run beside the sites that are swept: each layer's stream, keys and values."""
+    if engine == "reference" or not isinstance(model, Transformer):
+        return []
+    last = {name: len(blocks) - 1 for name, blocks in _stacks(model).items()}
+    ends = [site for site in model.sites if site.name == "resid_post" and site.layer == last[site.stack]]
+    if exact == "bitwise":
+        return [*(site for site in model.sites if site.name == "resid_pre"), *ends]
+    keys = "k_rot" if model.config.rotates else "k"
+    names = {"resid_pre", keys, "v", "cross_k", "cross_v"}
+    middles = {
+        Site(blocks[layer].middle.name, layer, name)  # type: ignore[arg-type]
+        for name, blocks in _stacks(model).items()
+        for layer in range(len(blocks))
+    }
+    source = [Site("final", stack="encoder")] if model.encoder is not None else []
+    return list(
+        dict.fromkeys([*(site for site in model.sites if site.name in names or site in middles), *ends, *source])
+    )
+
+
+def _stacks(model: Any) -> dict[str | None, Any]:
+    """Each stack's blocks."""
+    own = {model.sites[-1].stack: model.blocks}
+    return own if model.encoder is None else {"encoder": model.encoder.blocks, **own}

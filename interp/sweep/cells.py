@@ -160,11 +160,21 @@ class Grid(Cells):
 
     def identity(self) -> Any:
         sources = [(str(site), self.source[site]) for site in self.sites]
-        return (self.axes, self.shape, [write.which for write in self.writes], sources, self.positions, self.entries, self.always)
+        return (
+            self.axes,
+            self.shape,
+            [write.which for write in self.writes],
+            sources,
+            self.positions,
+            self.entries,
+            self.always,
+        )
 
     def interventions(self, cell: int, example: int | None = None) -> list[Intervention]:
         at, changes = self._places(np.array([cell])), list(self.always)
-        source = self.source if example is None else {site: self.source[site][example : example + 1] for site in self.sites}
+        source = (
+            self.source if example is None else {site: self.source[site][example : example + 1] for site in self.sites}
+        )
         chosen = slice(None) if example is None else slice(example, example + 1)
         for write, which in zip(self.writes, at.which, strict=True):
             if which[0] < 0:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -66,7 +67,9 @@ class Checkpoint:
         try:
             with safe_open(path, "pt") as file:
                 self.marks = json.loads((file.metadata() or {})["interp_sweep"])
-                self.parts = {name: (file.get_tensor(f"values.{name}"), file.get_tensor(f"done.{name}")) for name in self.marks}
+                self.parts = {
+                    name: (file.get_tensor(f"values.{name}"), file.get_tensor(f"done.{name}")) for name in self.marks
+                }
         except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise SweepError(f"{path} is no checkpoint of a sweep, or a truncated one ({error})") from None
 
@@ -94,7 +97,7 @@ def _feed(digest: Any, thing: Any) -> None:
     elif isinstance(thing, list | tuple) and not isinstance(thing, Site):
         for one in thing:
             _feed(digest, one)
-    elif hasattr(thing, "tobytes"):  # numpy
+    elif isinstance(thing, np.ndarray):
         digest.update(thing.tobytes())
     else:
         digest.update(repr(thing).encode())

@@ -66,7 +66,12 @@ class Cost:
     def flops(self, executor: Any, cells: np.ndarray, touched: Mapping[Site, np.ndarray]) -> float:
         """Floating-point operations of some cells, from the layout that the executor would use."""
         if self.closure is None:
-            return len(cells) * self.batch * self.length * (self.per_token("full") * _layers(self.config) + self.unembedding)
+            return (
+                len(cells)
+                * self.batch
+                * self.length
+                * (self.per_token("full") * _layers(self.config) + self.unembedding)
+            )
         work = executor.count(cells, touched)
         return (work["token_layers"] * self.per_token("full") + work["key_value_token_layers"] * self.per_token("keys")
                 + work["ffn_token_layers"] * self.per_token("ffn"))  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -75,6 +75,7 @@ class Job:
     budget: float | None = None
     name: str = "sweep"
     label: Any = None  # cell -> text, for messages
+    wanted: Sequence[Site] = ()  # sites that every run of the sweep computes, so that all take the same numerical route
     work: Counter[str] = field(default_factory=Counter)
 
     @cached_property
@@ -83,8 +84,7 @@ class Job:
         if self.engine == "fast" and self.exact == "rounding" and can_walk(self.model, self.cells):
             assert isinstance(self.model, Transformer)
             return Walk(self.model, self.cells, self.base, self.reading)
-        wanted = self.cells.sites
-        return Full(self.model, self.cells, self.base, self.reading, wanted, self.exact == "bitwise")
+        return Full(self.model, self.cells, self.base, self.reading, self.wanted, self.exact == "bitwise")
 
     @cached_property
     def cost(self) -> Cost:
@@ -108,13 +108,13 @@ class Job:
         memory = min(at_once, n) * rows.mean() * self.cost.bytes_per_row
         return Estimate(n, flops, memory, 1.3 * flops / matmul_rate(self.model), min(at_once, n))
 
-    def compute(
-        self, check: int, checkpoint: Checkpoint | None = None, bar: Any = None, seed: int = 0
-    ) -> Computed:
+    def compute(self, check: int, checkpoint: Checkpoint | None = None, bar: Any = None, seed: int = 0) -> Computed:
         """Every cell; `check` of them run again in full and compared. Raises SweepError, SweepCheckError, SweepInterrupted."""
         checkpoint = Checkpoint() if checkpoint is None else checkpoint
         empty = self.base.metric.new_zeros(len(self.cells), self.base.inputs.batch).cpu()
-        mark = mark_of(self.base.slice, self.base.metric, self.base.inputs.tokens, self.exact, self.engine, self.cells.identity())
+        mark = mark_of(
+            self.base.slice, self.base.metric, self.base.inputs.tokens, self.exact, self.engine, self.cells.identity()
+        )
         values, done = checkpoint.part(self.name, mark, empty)
         bar = tqdm(disable=True) if bar is None else bar
         bar.update(int(done.sum()))
@@ -126,8 +126,9 @@ class Job:
                 bar.update(len(cells))
         except KeyboardInterrupt:
             checkpoint.save(now=True)
-            raise SweepInterrupted(f"stopped with {int(done.sum())} of {len(done)} cells of {self.name} done; call again with "
-                                   f"checkpoint= this exception's .checkpoint ({checkpoint!r})", checkpoint) from None  # fmt: skip
+            said = (f"stopped with {int(done.sum())} of {len(done)} cells of {self.name} done; the same call with checkpoint= this "
+                    f"exception's .checkpoint goes on ({checkpoint!r})")  # fmt: skip
+            raise SweepInterrupted(said, checkpoint) from None
         checkpoint.save(now=True)
         checked, checks = self._check(values, check, seed) if self.engine != "reference" else (0.0, 0)
         work = dict(self.executor.work) if self.engine != "reference" else dict(self.work)
@@ -150,7 +151,7 @@ class Job:
 
     def _reference(self, cell: int) -> Tensor:
         """The metric [batch] of one cell by one full run."""
-        found = run(self.model, self.base.inputs, change=self.cells.interventions(cell), wanted=self.cells.sites)
+        found = run(self.model, self.base.inputs, change=self.cells.interventions(cell), wanted=self.wanted)
         self.work["token_layers"] += self.base.inputs.tokens.numel() * self.model.config.n_layers
         self.work["forwards"] += 1
         return self.reading.of_full(found.logits)
@@ -162,7 +163,9 @@ class Job:
         """Rows that a chunk may hold: as many as the budget allows, no more than make a matrix product efficient."""
         if self.allowed < self.cost.bytes_per_row * self.cost.most_rows:
             need = self.cost.bytes_per_row * self.cost.most_rows
-            raise SweepError(f"budget={self.allowed:,.0f} bytes is less than one cell may need; allowed: at least {need:,.0f}")
+            raise SweepError(
+                f"budget={self.allowed:,.0f} bytes is less than one cell may need; allowed: at least {need:,.0f}"
+            )
         return max(self.cost.most_rows, min(self.allowed / self.cost.bytes_per_row, self.cost.enough_rows))
 
     def _chunks(self, todo: np.ndarray) -> Iterator[tuple[np.ndarray, dict[Site, np.ndarray]]]:
@@ -215,11 +218,11 @@ class Job:
         inputs, reading = self.base.inputs, self.reading
         alone = self.exact == "rounding" and self.cells.separable and isinstance(self.executor, Walk)
         if not alone:
-            found = run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.cells.sites)
+            found = run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.wanted)
             return float(reading.of_full(found.logits)[example])
         one = inputs.select([example])
         change = self.cells.interventions(cell, example)
-        found = run(self.model, one, change=change, wanted=self.cells.sites)
+        found = run(self.model, one, change=change, wanted=self.wanted)
         return float(reading.of_full(found.logits.expand(inputs.batch, -1, -1))[example])
 
 
@@ -235,4 +238,3 @@ def free_memory(device: torch.device) -> float:
     with contextlib.suppress(ValueError, OSError, AttributeError):
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return 4.0 * 2**30
-

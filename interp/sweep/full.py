@@ -88,7 +88,9 @@ class Full:
         """Logits [cell·batch pos vocab] of cells that share a first layer (−1: run everything)."""
         base, model, n = self.base, self.model, len(changes)
         tap = ManyTap(changes, base.inputs, self.wanted)
-        inputs = base.inputs if n == 1 else base.inputs.select(torch.arange(base.inputs.batch).repeat(n).to(_device(base)))
+        inputs = (
+            base.inputs if n == 1 else base.inputs.select(torch.arange(base.inputs.batch).repeat(n).to(_device(base)))
+        )
         layers = model.config.n_layers
         self.work["token_layers"] += inputs.tokens.numel() * (layers - max(start, 0))
         self.work["unembedded rows"] += inputs.tokens.numel()

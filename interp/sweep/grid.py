@@ -71,7 +71,16 @@ class SiteGrid:
                 which = [number[layers[offset]] if offset < len(layers) else -1 for layers in self.layers]
                 writes.append(GridWrite(tuple(same), np.array(which)))
         entries = next((self.coordinates[i] for i, axis in enumerate(self.axes) if axis in ("head", "neuron")), None)
-        return Grid(self.axes, self.shape, writes, source, self.rows, None if entries is None else np.array(entries), order, always)
+        return Grid(
+            self.axes,
+            self.shape,
+            writes,
+            source,
+            self.rows,
+            None if entries is None else np.array(entries),
+            order,
+            always,
+        )
 
 
 def site_groups(
@@ -148,13 +157,15 @@ def _grid(
         else:
             sizes = sorted({_size(shapes[group[0]], group[0], axis) for group in groups})
             if len(sizes) > 1:
-                raise SweepError(f"the sites of {name!r} have {sizes} entries on the axis {axis!r}; allowed: as many each")
+                raise SweepError(
+                    f"the sites of {name!r} have {sizes} entries on the axis {axis!r}; allowed: as many each"
+                )
             coordinates.append(list(range(sizes[0])))
     flat = tuple(site for group in groups for site in group)
-    return SiteGrid(name, flat, by, tuple(coordinates), _spans(layers, by, window), rows, window)
+    return SiteGrid(name, flat, by, tuple(coordinates), layer_spans(layers, by, window), rows, window)
 
 
-def _spans(layers: tuple[int | None, ...], by: tuple[str, ...], window: int) -> tuple[tuple[int | None, ...], ...]:
+def layer_spans(layers: tuple[int | None, ...], by: tuple[str, ...], window: int) -> tuple[tuple[int | None, ...], ...]:
     """Which layers each coordinate of the layer axis patches; one coordinate with all of them without such an axis."""
     if "layer" in by:
         return tuple((layer,) for layer in layers)
@@ -190,7 +201,9 @@ def _size(shape: tuple[int, ...], site: Site, axis: str) -> int:
 def _check_axes(by: tuple[str, ...], window: int) -> None:
     twice = [pair for pair in _ONE_OF if pair <= set(by)]
     if not by or len(set(by)) != len(by) or not set(by) <= set(AXES) or twice:
-        raise SweepError(f"by={by!r} is not allowed; allowed: different ones of layer or window, position or role, head or neuron")
+        raise SweepError(
+            f"by={by!r} is not allowed; allowed: different ones of layer or window, position or role, head or neuron"
+        )
     if not isinstance(window, int) or isinstance(window, bool) or window < 1 or window % 2 == 0:
         raise SweepError(f"window={window!r} is not allowed; allowed: an odd number of layers, so that it has a centre")
     if window > 1 and "window" not in by:
@@ -247,5 +260,3 @@ def _check_roles(name: str, clean: Inputs, corrupted: Inputs | None) -> None:
         other = where if corrupted is None else corrupted.roles.get(role)
         if other is None or not torch.equal(where, other):
             raise SweepError(f"role {role!r} stands at different positions in clean and corrupted prompts")
-
-

@@ -158,14 +158,13 @@ def _groups(
         while runs and pair[runs[0][0], 0] == pair[first, 0] and runs[0][1] - runs[0][0] == stop - first:
             members.append(runs.pop(0))
         one, count = order[first], (stop - first) * len(members)
-        positions = [np.flatnonzero(mask[one]) for mask in (rows, extra, memory)]
-        ends = start + count * np.array([len(found) for found in positions])
+        queries, keys, source = (np.flatnonzero(mask[one]) for mask in (rows, extra, memory))
+        ends = start + count * np.array([len(queries), len(keys), len(source)])
         examples = np.array([example[order[member[0]]] for member in members])
-        seen = reach.edges[examples if len(reach.edges) > 1 else [0]][:, positions[0]].any((0, 1))
-        seen[np.concatenate(positions[:2])] = False
-        base = int(np.flatnonzero(seen)[-1]) + 1 if seen.any() else 0
-        slices = [slice(int(a), int(b)) for a, b in zip(start, ends, strict=True)]
-        groups.append(Group(examples, stop - first, *positions, *slices, base))
+        seen = reach.edges[examples if len(reach.edges) > 1 else [0]][:, queries].any((0, 1))
+        base = max(set(np.flatnonzero(seen).tolist()) - set(queries) - set(keys), default=-1) + 1
+        mine, others, read = (slice(int(a), int(b)) for a, b in zip(start, ends, strict=True))
+        groups.append(Group(examples, int(stop - first), queries, keys, source, mine, others, read, base))
         start = ends
     return order, tuple(groups)
 

@@ -14,8 +14,8 @@ from interp.hookable import Hookable, require_head
 from interp.interventions import Intervention
 from interp.metrics import Metric
 from interp.run import prepare
-from interp.sites import Site, resolve
-from interp.sweep.base import Recorded, record
+from interp.sites import resolve
+from interp.sweep.base import Recorded, further_sites, record
 from interp.sweep.cells import Cells, Listed
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
@@ -23,7 +23,6 @@ from interp.sweep.execute import Estimate, Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, check_choices, check_pairs, site_grids, site_groups
 from interp.sweep.reading import Reading
 from interp.sweep.result import SweepResult
-from interp.sweep.walk import recorded_sites
 
 Direction = Literal["denoising", "noising"]
 
@@ -50,10 +49,14 @@ class SweepPlan:
             int(total[0]), total[1], max(e.memory for e in each), total[2], max(e.cells_at_once for e in each)
         )
 
-    def run(self, check: int = 2, checkpoint: Checkpoint | str | Path | None = None, progress: bool = True) -> SweepResult:
+    def run(
+        self, check: int = 2, checkpoint: Checkpoint | str | Path | None = None, progress: bool = True
+    ) -> SweepResult:
         """Every cell. Raises SweepError, SweepCheckError, SweepInterrupted."""
         if not isinstance(check, int) or isinstance(check, bool) or check < 0:
-            raise SweepError(f"check={check!r} is not allowed; allowed: how many cells to run again in full, 0 for none")
+            raise SweepError(
+                f"check={check!r} is not allowed; allowed: how many cells to run again in full, 0 for none"
+            )
         kept = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
         total = sum(len(job.cells) for job in self.jobs)
         with tqdm(total=total, disable=not progress, desc="patching", unit="patch", smoothing=0.1) as bar:
@@ -67,9 +70,7 @@ class SweepPlan:
             metric=first.reading.name,
             unit=first.reading.unit,
             direction=self.direction,
-            values={
-                grid.name: one.values.unflatten(0, grid.shape) for grid, one in zip(self.grids, done, strict=True)
-            },
+            values={grid.name: one.values.unflatten(0, grid.shape) for grid, one in zip(self.grids, done, strict=True)},
             axes={grid.name: grid.axes for grid in self.grids},
             coordinates={grid.name: grid.coordinates for grid in self.grids},
             clean=self.clean.cpu(),
@@ -109,7 +110,7 @@ def plan_sweep(
     groups = site_groups(model, sites, by, window)
     wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
     reading = Reading(metric, clean, model.config.vocab)
-    reads = [*wanted, *_further(model, engine, exact)]
+    reads = [*wanted, *further_sites(model, engine, exact)]
     whole = engine == "reference" or exact == "bitwise"
     runs = {
         "clean": record(model, clean, reads, reading, (), wanted, whole),
@@ -117,13 +118,15 @@ def plan_sweep(
     }
     shapes = {site: tuple(runs["clean"].cache[site].shape) for site in wanted}
     grids = site_grids(groups, by, shapes, clean, other, window, positions)
-    source, base = (runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean")))
+    source, base = (
+        runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean"))
+    )
     always = changes if direction == "denoising" else ()
     jobs = []
     for grid in grids:
         cells = _cells(model, grid, source, always)
         fast = engine if engine == "reference" or can_walk(model, cells) else "full"
-        jobs.append(Job(model, cells, base, reading, exact, fast, budget, grid.name, grid.label))
+        jobs.append(Job(model, cells, base, reading, exact, fast, budget, grid.name, grid.label, wanted))
     return SweepPlan(jobs, grids, direction, runs["clean"].metric, runs["corrupted"].metric)
 
 
@@ -178,16 +181,6 @@ def _changes(model: Hookable, corrupted: Any) -> tuple[Intervention, ...]:
             raise SweepError(f"corrupted holds {one!r} beside interventions; allowed: inputs, or interventions only")
         resolve(one.place, model.sites)
     return tuple(many)
-
-
-def _further(model: Hookable, engine: str, exact: str) -> list[Site]:
-    """What the engine reads of the base run beside the sites that are swept."""
-    if engine == "reference" or not model.can_resume:
-        return []
-    if exact == "bitwise":
-        last = model.config.n_layers - 1
-        return [s for s in model.sites if s.name == "resid_pre" or (s.name, s.layer) == ("resid_post", last)]
-    return recorded_sites(model)  # type: ignore[arg-type]
 
 
 def _cells(model: Hookable, grid: SiteGrid, source: Recorded, always: Sequence[Intervention]) -> Cells:

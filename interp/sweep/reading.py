@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class Reading:
         if len(many) > 2 and self._mapped is not False:
             try:
                 mapped = torch.func.vmap(self.of_slice)(many)
-            except Exception:  # noqa: BLE001  a function that cannot be mapped; one that is wrong fails below, too
+            except Exception:  # a function that cannot be mapped; one that is wrong fails below, too
                 self._mapped = False
             else:
                 if self._mapped is None:
@@ -80,4 +79,3 @@ class Reading:
     def of_full(self, logits: Tensor, inputs: Inputs | None = None) -> Tensor:
         """The metric [batch] of full logits, read by the metric itself."""
         return evaluate(self.metric, logits, inputs or self.inputs)
-

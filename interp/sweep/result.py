@@ -12,7 +12,19 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-_ORDER = ["site", "layer", "head", "position", "role", "window", "first_layer", "last_layer", "clipped", "neuron", "example"]
+_ORDER = [
+    "site",
+    "layer",
+    "head",
+    "position",
+    "role",
+    "window",
+    "first_layer",
+    "last_layer",
+    "clipped",
+    "neuron",
+    "example",
+]
 _WHOLE = ("layer", "head", "position", "neuron", "window", "first_layer", "last_layer")
 
 

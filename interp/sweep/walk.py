@@ -81,7 +81,9 @@ def _index(array: np.ndarray, like: Tensor) -> Tensor:
 class Stack:
     """What one stack of blocks needs to walk: its blocks, its mask and its share of the base run."""
 
-    def __init__(self, blocks: Any, config: Any, inputs: Any, last: np.ndarray, stack: str | None, base: Any, sites) -> None:
+    def __init__(
+        self, blocks: Any, config: Any, inputs: Any, last: np.ndarray, stack: str | None, base: Any, sites
+    ) -> None:
         self.blocks, self.config, self.stack, self.base, self.length = blocks, config, stack, base, inputs.length
         device = inputs.tokens.device
         edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, device)
@@ -110,26 +112,6 @@ class Stack:
         """Which keys each row may not read [row key]."""
         example = rows.example if len(self.edges) > 1 else np.zeros_like(rows.example)
         return ~self.edges[_index(example, self.edges), _index(rows.position, self.edges)]
-
-
-def recorded_sites(model: Transformer) -> list[Site]:
-    """What the walk reads of the base run, beside the sites that are swept."""
-    wanted, rotates = [], model.config.rotates
-    middle = middle_of(model.config)
-    for site in model.sites:
-        plain = "resid_mid" if site.stack == "encoder" and middle == "resid_cross" else middle
-        if site.name in ("resid_pre", "k_rot" if rotates else "k", "v", "cross_k", "cross_v", plain):
-            wanted.append(site)
-        elif (site.name, site.stack) == ("final", "encoder"):
-            wanted.append(site)
-        elif site.name == "resid_post" and site.layer == _last_layer(model, site):
-            wanted.append(site)
-    return wanted
-
-
-def _last_layer(model: Transformer, site: Site) -> int:
-    blocks = model.encoder.blocks if site.stack == "encoder" and model.encoder is not None else model.blocks
-    return len(blocks) - 1
 
 
 class Walk:
@@ -179,7 +161,9 @@ class Walk:
         for mask in touched.values():
             moved |= mask.any(2)
         which, example = np.nonzero(moved)
-        return which, _Chunk(self, cells[which], example, {site: mask[which, example] for site, mask in touched.items()})
+        return which, _Chunk(
+            self, cells[which], example, {site: mask[which, example] for site, mask in touched.items()}
+        )
 
     def _read(self, chunk: _Chunk, live: Live, which: np.ndarray, slices: Tensor) -> None:
         """Unembed the live tokens that the metric reads and put their entries into the slices."""
@@ -287,9 +271,7 @@ class _Chunk:
         states = self.memory.gather(layout.memory, source)[None]
         mask = cross_edges(base.inputs).mask
         closed = None if mask is None else ~mask[:, 0, 0][_index(layout.rows.example, mask)]
-        reader = Reader(
-            stack.at("cross_k", layer), stack.at("cross_v", layer), closed, layout.groups, cross=True
-        )
+        reader = Reader(stack.at("cross_k", layer), stack.at("cross_v", layer), closed, layout.groups, cross=True)
         return Memory(states, Edges(None, False, False, read=reader))
 
     def _embedded(self, stack: Stack, name: str | None) -> Live:

@@ -49,13 +49,14 @@ class Case:
     @property
     def first(self) -> int:
         """The first position at which any pair differs."""
-        return int((self.clean != self.corrupted).any(0).nonzero()[0])
+        return self.shape.first
 
     @property
     def shape(self) -> Shape:
         """For the floor."""
         prompts, length = self.clean.shape
-        return shape_of(self.ours.config, prompts, length, self.first)
+        changed = (self.clean != self.corrupted).any(0).nonzero()[:, 0].tolist()
+        return shape_of(self.ours.config, prompts, length, tuple(changed))
 
     def metric(self, logits: Tensor) -> Tensor:
         """Logit difference at the last position [batch], as peers are given it: of logits [batch pos vocab]."""

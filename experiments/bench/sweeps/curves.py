@@ -9,9 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from interp.plots.style import COLOURS, new_figure
-from sweeps import peers
+from sweeps import floor, peers
 from sweeps.case import alternate, gpt2_case
-from sweeps.floor import floor
 
 BASE: dict[str, Any] = {"layers": 6, "width": 256, "heads": 4, "vocab": 1000, "prompts": 4, "length": 24}
 CURVES: dict[str, tuple[str, tuple[int, ...], str]] = {  # axis: (option, sizes, site)
@@ -22,12 +21,17 @@ CURVES: dict[str, tuple[str, tuple[int, ...], str]] = {  # axis: (option, sizes,
 }
 LABELS = {"layers": "layers", "positions": "positions (tokens per prompt)", "heads": "heads per layer (z swept)",
           "prompts": "prompts (pairs)"}  # fmt: skip
-MEASURES = {"seconds": "time of a sweep (s)", "work": "work counter ({counter})"}
+MEASURES = {  # column: (axis label, the column of what the definition predicts)
+    "seconds": ("time of a sweep (s)", "floor_gflop"),
+    "work_gflop": ("work counters, as matrix products (GFLOP)", "floor_cells_gflop"),
+}
+COUNTERS = ("token_layers", "key_value_token_layers", "ffn_token_layers")
 TOLERANCE = 0.1
 
 
-def measure(engine: str, counter: str, repeats: int, quick: bool) -> pd.DataFrame:
-    """One row per axis × size: median seconds, the engine's work counter, the floor's operations. Sizes of one axis alternate."""
+def measure(engine: str, repeats: int, quick: bool) -> pd.DataFrame:
+    """One row per axis × size: median seconds, the engine's work counters and their operations, the floor's operations and
+    those of its cells alone (the counters know of no clean and corrupted run). Sizes of one axis alternate."""
     rows: list[dict[str, Any]] = []
     for axis, (option, sizes, site) in CURVES.items():
         base = BASE | ({"width": 64, "layers": 3, "length": 8} if quick else {})
@@ -39,8 +43,10 @@ def measure(engine: str, counter: str, repeats: int, quick: bool) -> pd.DataFram
                 "axis": axis,
                 "size": getattr(case.shape, {"layers": "n_layers", "positions": "length", "heads": "n_heads"}.get(axis, axis)),
                 "seconds": turn.seconds,
-                "work": turn.laps[0].work[counter],
-                "floor_gflop": floor(case.shape, site) / 1e9,
+                "floor_gflop": floor.floor(case.shape, site) / 1e9,
+                "work_gflop": floor.counted(case.shape, turn.laps[0].work) / 1e9,
+                "floor_cells_gflop": floor.cells(case.shape, site) / 1e9,
+                **{name: turn.laps[0].work.get(name, 0) for name in COUNTERS},
             }
             for case, turn in zip(cases, turns, strict=True)
         ]  # fmt: skip
@@ -51,9 +57,8 @@ def slopes(table: pd.DataFrame) -> pd.DataFrame:
     """One row per axis × measure: the fitted exponent, the floor's over the same sizes, and whether they agree."""
     rows = []
     for axis, part in table.groupby("axis", sort=False):
-        predicted = slope(part, "floor_gflop")
-        for name in MEASURES:
-            fitted = slope(part, name)
+        for name, (_, floor_of) in MEASURES.items():
+            fitted, predicted = slope(part, name), slope(part, floor_of)
             agrees = abs(fitted - predicted) <= TOLERANCE * predicted
             rows.append(
                 {"axis": axis, "measure": name, "exponent": fitted, "predicted": predicted, "within_10%": agrees}
@@ -66,7 +71,7 @@ def slope(part: pd.DataFrame, column: str) -> float:
     return float(np.polyfit(np.log(part["size"].to_numpy(float)), np.log(part[column].to_numpy(float)), 1)[0])
 
 
-def figure(table: pd.DataFrame, measure: str, counter: str) -> Figure:
+def figure(table: pd.DataFrame, measure: str) -> Figure:
     """One panel per axis, both scales logarithmic: measured sizes, their fit, and the floor's exponent through their middle."""
     found = slopes(table)
     drawn, panels = new_figure(len(CURVES), 3.0, 3.0)
@@ -82,5 +87,5 @@ def figure(table: pd.DataFrame, measure: str, counter: str) -> Figure:
         ax.set_xticks(x, [f"{size:.0f}" for size in x])
         ax.minorticks_off()
         ax.legend(frameon=False, fontsize=8)
-    panels[0].set_ylabel(MEASURES[measure].format(counter=counter.replace("_", " ")))
+    panels[0].set_ylabel(MEASURES[measure][0])
     return drawn

@@ -6,13 +6,14 @@ are left out, so the true minimum is a little higher.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a causal decoder and of a sweep: prompts of `length` tokens that differ from position `first` on."""
+    """Of a causal decoder and of a sweep: prompts of `length` tokens whose corrupted ones differ at the positions `changed`."""
 
     n_layers: int
     d_model: int
@@ -23,7 +24,12 @@ class Shape:
     gated: bool
     prompts: int
     length: int
-    first: int
+    changed: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """Clean and corrupted runs are the same before."""
+        return min(self.changed)
 
     @property
     def q(self) -> int:
@@ -50,11 +56,11 @@ class Shape:
         return sum(4 * self.n_heads * self.d_head * (position + 1) for position in positions)
 
 
-def shape_of(config: Any, prompts: int, length: int, first: int) -> Shape:
+def shape_of(config: Any, prompts: int, length: int, changed: tuple[int, ...]) -> Shape:
     """From a ModelConfig."""
     return Shape(n_layers=config.n_layers, d_model=config.d_model, n_heads=config.n_heads, d_head=config.d_head,
                  n_kv_heads=config.n_kv_heads, d_ff=config.d_ff, gated=config.ffn in ("swiglu", "geglu", "reglu", "bilinear"),
-                 prompts=prompts, length=length, first=first)  # fmt: skip
+                 prompts=prompts, length=length, changed=changed)  # fmt: skip
 
 
 def runs(s: Shape) -> int:
@@ -96,12 +102,24 @@ def head_cell(s: Shape, layer: int, position: int) -> int:
     return 2 * s.d_head * s.d_model + s.ffn + further if further else 0
 
 
-def floor(s: Shape, site: str) -> int:
-    """Both runs and every cell of a layer × position sweep of "resid_pre" or a layer × head × position sweep of "z";
-    cells before `first` and cells that the metric cannot see cost nothing."""
+def cells(s: Shape, site: str) -> int:
+    """Every cell of a layer × position sweep of "resid_pre" or a layer × head × position sweep of "z", all prompts.
+
+    Cells whose two values are equal cost nothing (all before `first`; in layer 0's resid_pre all but `changed`), nor do those
+    that the metric cannot see.
+    """
     places = [(layer, position) for layer in range(s.n_layers) for position in range(s.first, s.length)]
-    cells = {
-        "resid_pre": lambda: sum(stream_cell(s, *place) for place in places),
-        "z": lambda: s.n_heads * sum(head_cell(s, *place) for place in places),
-    }
-    return runs(s) + s.prompts * cells[site]()
+    if site == "z":
+        return s.prompts * s.n_heads * sum(head_cell(s, *place) for place in places)
+    return s.prompts * sum(stream_cell(s, *place) for place in places if place[0] > 0 or place[1] in s.changed)
+
+
+def counted(s: Shape, work: Mapping[str, int]) -> int:
+    """What an engine's own counters of its cells come to, attention left out."""
+    per_token = {"token_layers": s.q + s.kv + s.after, "key_value_token_layers": s.kv, "ffn_token_layers": s.ffn}
+    return sum(work.get(name, 0) * operations for name, operations in per_token.items())
+
+
+def floor(s: Shape, site: str) -> int:
+    """Both runs and every cell."""
+    return runs(s) + cells(s, site)
