@@ -19,7 +19,8 @@ PARTS = {"README.md": ("block",), "docs/sites.md": ("sites",)}
 
 def parts() -> dict[str, str]:
     """Name of each marked part -> its text."""
-    block = textwrap.dedent("".join(inspect.getsourcelines(PreNormBlock.forward)[0])).strip()
+    halves = [textwrap.dedent(inspect.getsource(half)).strip() for half in (PreNormBlock.mix, PreNormBlock.feed)]
+    block = "\n\n".join(halves)
     return {"block": f"```python\n{block}\n```", "sites": symbol_table()}
 
 

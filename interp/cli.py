@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -65,6 +65,53 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Patch or ablate a model place by place and leave tables, figures and a page in a folder; a stopped sweep goes on."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """shipped (the toy model in the package), smollm2 (a download of 93 MB, once), or a folder that interp.save or interp train
+    wrote."""
+    pairs: int = 0
+    """How many prompt pairs of the model's own task (smollm2: facts that it knows); 0 = 64, for smollm2 8."""
+    clean: str = ""
+    """A prompt of your own instead: text, or token ids separated by spaces for a model without a tokenizer."""
+    corrupted: str = ""
+    """The prompt of equal length to patch from or into; not with --ablate."""
+    correct: str = ""
+    """The answer to --clean, one token (of text often with a leading space: " Paris")."""
+    wrong: str = ""
+    """The answer to --corrupted, one token. What is measured is logit(correct) - logit(wrong) at the last token."""
+    sites: tuple[str, ...] = ()
+    """Where; names joined by + are changed jointly: attn_out+ffn_out. Default: resid_pre attn_out ffn_out, of an
+    encoder-decoder those of both stacks."""
+    by: tuple[str, ...] = ()
+    """The axes: layer or window, position or role, head or neuron. Default: layer position for prompts of one length without
+    roles, else layer role."""
+    direction: Literal["denoising", "noising", "both"] = "denoising"
+    """denoising: clean values into the corrupted run; noising: the reverse."""
+    ablate: Literal["none", "zero", "mean", "resample"] = "none"
+    """Ablate on the clean prompts instead of patching: by zero, by the mean over prompts, by another prompt's value."""
+    window: int = 1
+    """With window among the axes: how many layers at a time (odd)."""
+    exact: Literal["rounding", "bitwise"] = "rounding"
+    """rounding: every shortcut; bitwise: only those that keep a full run's bits."""
+    engine: Literal["fast", "reference"] = "fast"
+    """reference: a full run per cell."""
+    budget: float = 0.0
+    """Memory that may be used, in GB; 0 = half of what is free."""
+    check: int = 2
+    """How many cells of each site to run again in full and compare."""
+    folder: Path = Path("runs/sweep")
+    """Where to; new, or an unfinished sweep with the same settings, which goes on."""
+    device: str = "cpu"
+    """Where to compute."""
+    threads: int = 0
+    """CPU threads; 0 = PyTorch's choice."""
+    dry_run: bool = False
+    """Say what it will cost and stop."""
+
+
+@dataclass(frozen=True)
 class Info:
     """What is installed, and the sites of the shipped model."""
 
@@ -72,16 +119,15 @@ class Info:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `interp`."""
     command = tyro.extras.subcommand_cli_from_dict(
-        {"report": Report, "train": Train, "compare": Compare, "info": Info},
+        {"report": Report, "train": Train, "sweep": Sweep, "compare": Compare, "info": Info},
         args=arguments,
         description="interp: open a transformer up.",
     )
     try:
-        {Train: _train, Report: _report, Compare: _compare, Info: _info}[type(command)](command)
+        {Train: _train, Report: _report, Sweep: _sweep, Compare: _compare, Info: _info}[type(command)](command)
     except KeyboardInterrupt:
-        sys.exit(
-            "interrupted; what had finished is kept" + (" (--resume goes on)" if isinstance(command, Train) else "")
-        )
+        hints = {Train: " (--resume goes on)", Sweep: "; the same command goes on"}
+        sys.exit("interrupted; what had finished is kept" + hints.get(type(command), ""))
     except (ValueError, OSError, RuntimeError, AssertionError, LookupError) as error:
         sys.exit(f"interp: {error}")
 
@@ -125,6 +171,15 @@ def _report(command: Report) -> None:
 
     page = build(command.folder, real=not command.toy_only, n_pairs=command.pairs)
     print(f"wrote {page}")
+
+
+def _sweep(command: Sweep) -> None:
+    from interp.report.sweep import Asked, prepare
+
+    ready = prepare(Asked(**{name: value for name, value in vars(command).items() if name != "dry_run"}))
+    print("\n".join(ready.words), flush=True)
+    if not command.dry_run:
+        print(f"wrote {ready.run()}")
 
 
 def _compare(command: Compare) -> None:

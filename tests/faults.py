@@ -47,18 +47,30 @@ def make_fault(
     @contextmanager
     def active() -> Iterator[Calls]:
         calls = Calls()
-        originals = [(owner, attribute, vars(owner)[attribute]) for owner, attribute in targets]
+        originals = [(owner, attribute, _found(owner, attribute)) for owner, attribute in targets]
+        inherited = {(owner, attribute) for owner, attribute in targets if attribute not in vars(owner)}
         try:
             for owner, attribute, original in originals:
                 setattr(owner, attribute, _counted(replacement, original, calls))
             yield calls
         finally:
             for owner, attribute, original in originals:
-                setattr(owner, attribute, original)
+                if (owner, attribute) in inherited:
+                    delattr(owner, attribute)
+                else:
+                    setattr(owner, attribute, original)
         if calls.count == 0:
             raise FaultNeverReached(f"fault {name!r} patched {[a for _, a in targets]}, and none was called")
 
     return active
+
+
+def _found(owner: Any, attribute: str) -> Any:
+    """What `owner` has under a name, its own or inherited. KeyError for a name that it has not."""
+    for where in (owner, *getattr(owner, "__mro__", ())):
+        if attribute in vars(where):
+            return vars(where)[attribute]
+    raise KeyError(attribute)
 
 
 def _counted(replacement: Callable[..., Any], original: Callable[..., Any], calls: Calls) -> Callable[..., Any]:

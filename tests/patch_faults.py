@@ -15,7 +15,7 @@ from interp.interventions import Intervention, KnockOut, Mean, Replace
 from interp.metrics import Metric
 from interp.model.inputs import Inputs
 from interp.run import RunTap
-from interp.sweep import sweep
+from interp.sweep import patch
 from interp.sweep.result import SweepResult
 
 PATCH_FAULTS: dict[str, Any] = {}
@@ -53,10 +53,12 @@ def _(original, self, chosen, value, index):
     return chosen
 
 
-@fault("denoising and noising swapped", (sweep, "_patches"))
-def _(original, model, name, cell, source, inputs):
-    swapped = sweep.run(model, inputs, record=list(source.cache))
-    return original(model, name, cell, swapped, inputs)
+@fault("denoising and noising swapped", (patch, "plan_sweep"))
+def _(original, model, clean, corrupted, metric, sites, by, direction, *rest):
+    swapped = "noising" if direction == "denoising" else "denoising"
+    plan = original(model, clean, corrupted, metric, sites, by, swapped, *rest)
+    plan.direction = direction
+    return plan
 
 
 @fault("recorded before its changes", (RunTap, "__call__"))

@@ -35,6 +35,26 @@ def test_errors_are_one_line(words, message):
         main(words)
 
 
+def test_sweep_prints_its_cost_leaves_a_page_and_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    words = ["sweep", "shipped", "--pairs", "4", "--sites", "attn_out+ffn_out", "--folder", str(tmp_path / "sweep")]
+    main([*words, "--dry-run"])
+    said = capsys.readouterr().out
+    assert "4 prompt pairs, layer × role of attn_out+ffn_out" in said and "denoising: 8 cells" in said
+    assert not (tmp_path / "sweep").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("interp.sweep.execute.Job._run", _interrupt)
+        with pytest.raises(SystemExit, match="what had finished is kept; the same command goes on"):
+            main(words)
+    main(words)
+    assert f"wrote {tmp_path / 'sweep' / 'index.html'}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="holds results already"):
+        main(words)
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_info_names_versions_and_sites(capsys):
     main(["info"])
     out = capsys.readouterr().out

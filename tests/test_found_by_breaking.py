@@ -38,7 +38,7 @@ from interp.bridges import BridgeError, from_transformer_lens, to_huggingface, t
 from interp.hookable import UnsupportedModelError
 from interp.interventions import InterventionError
 from interp.model.inputs import InputsError
-from interp.sweep.sweep import SweepError
+from interp.sweep import SweepError
 from interp.tasks import Dyck, Rewriting, TaskError
 
 SIZES = {"vocab": 20, "n_layers": 2, "n_heads": 4, "d_model": 32, "n_ctx": 20}

@@ -11,7 +11,7 @@ import torch
 from analyses import test_ffn_memory as memory
 from analyses import test_logit_lens as lens
 from patch_faults import PATCH_FAULTS
-from sweep import test_sweep as sweeps
+from sweep import test_patch as sweeps
 
 from interp.at import SelectionError
 

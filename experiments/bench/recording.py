@@ -143,7 +143,7 @@ def largest_difference(functions: dict[str, Writer]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     functions, tokens = writers(), N_BATCHES * BATCH * LENGTH

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -59,3 +60,36 @@ def printable(text: str) -> str:
     shown = "".join(c if c.isprintable() else "�" for c in shown)
     shown = shown if len(shown) <= 16 else shown[:15] + "…"
     return shown.replace("$", r"\$") or "∅"
+
+
+def layers_of(table: pd.DataFrame) -> str:
+    """What counts layers in a table: "window" where it has windows of layers, else "layer"."""
+    return "window" if "window" in table.columns and table["window"].notna().any() else "layer"
+
+
+def clipped(table: pd.DataFrame, name: str) -> set[int]:
+    """The centres of windows that are cut off at an end of the model; empty for any other axis."""
+    if name != "window" or "clipped" not in table.columns:
+        return set()
+    return {int(centre) for centre in table.loc[table["clipped"].astype(bool), "window"]}
+
+
+def axis_label(table: pd.DataFrame, name: str) -> str:
+    """The label of the axis that shows a table's column."""
+    if name == "position":
+        return "token position"
+    if name != "window":
+        return name.replace("_", " ")
+    if not {"first_layer", "last_layer"} <= set(table.columns):
+        return "centre of a window of layers"
+    half = max(int((table["window"] - table["first_layer"]).max()), int((table["last_layer"] - table["window"]).max()))
+    return f"centre of {2 * half + 1} layer{'s' * (half > 0)}" + (
+        "\n(hatched: cut off at an end)" if clipped(table, name) else ""
+    )
+
+
+def x_ticks(ax: Axes, labels: Sequence[str]) -> None:
+    """One tick per label, slanted unless all are short."""
+    slanted = any(len(label) > 2 for label in labels)
+    turn: dict[str, Any] = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+    ax.set_xticks(range(len(labels)), labels, **turn)

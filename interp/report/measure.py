@@ -150,6 +150,13 @@ def largest_group(prompts: Prompts) -> Prompts:
     return Prompts(trimmed, chosen.answers, chosen.table)
 
 
+def some_pairs(pairs: Pairs, n: int) -> Pairs:
+    """At most `n` of the pairs, in an order that mixes relations and templates."""
+    rows = pairs.table.sample(frac=1, random_state=0).index.tolist()[:n]
+    return Pairs(pairs.clean.select(rows), pairs.corrupted.select(rows), pairs.correct[rows], pairs.wrong[rows],
+                 pairs.table.iloc[rows].reset_index(drop=True), pairs.position)  # fmt: skip
+
+
 def identical_before(pairs: Pairs) -> int:
     """How many leading positions are the same in every clean and corrupted prompt: no patch there can do anything."""
     differ = (pairs.clean.tokens != pairs.corrupted.tokens).any(0)

@@ -83,10 +83,7 @@ def choose(tokenizer: Any, n_pairs: int) -> Known:
     asked = real_facts([RELATION], templates=None)
     patched = FactSet(asked.facts, asked.templates.iloc[[TEMPLATE]].reset_index(drop=True))
     group = measure.largest_group(_right(measured, TEMPLATE, patched, tokenizer))
-    pairs = replacement_pairs(group, seed=0)
-    rows = pairs.table.sample(frac=1, random_state=0).index.tolist()[:n_pairs]
-    pairs = Pairs(pairs.clean.select(rows), pairs.corrupted.select(rows), pairs.correct[rows], pairs.wrong[rows],
-                  pairs.table.iloc[rows].reset_index(drop=True))  # fmt: skip
+    pairs = measure.some_pairs(replacement_pairs(group, seed=0), n_pairs)
     return Known(prompts, pairs, recall, len(known))
 
 

@@ -12,7 +12,6 @@ from interp.report.page import Section
 from interp.report.parts import Part, fingerprint, part
 from interp.report.show import agreement_table, lens_figure, memory_tables, parameter_words, peak_words
 from interp.tasks.facts import ROLES, replacement_pairs
-from interp.tasks.task import Pairs
 from interp.tasks.toy_facts import ToyFacts
 from interp.training import Trained, train
 
@@ -27,7 +26,7 @@ def section(folder: Path, progress: bool) -> Section:
     model, vocabulary, held_out = trained.model, task.vocabulary, task.splits["held_out"]
     first = held_out.select((held_out.table["template"] == 0).to_numpy())
     pairs_one, pairs_all = (replacement_pairs(prompts, seed=0) for prompts in (first, held_out))
-    pairs_one, pairs_all = _head(pairs_one), _head(pairs_all)
+    pairs_one, pairs_all = measure.some_pairs(pairs_one, PAIRS), measure.some_pairs(pairs_all, PAIRS)
     settings = {"model": fingerprint(model), "task": task.n_subjects, "pairs": PAIRS, "seed": 0}
 
     def sweep() -> dict[str, pd.DataFrame]:
@@ -53,15 +52,6 @@ def section(folder: Path, progress: bool) -> Section:
     _describe_patching(page, folder, swept, len(pairs_one), len(pairs_all))
     _describe_reading(page, folder, probed, trained)
     return page
-
-
-def _head(pairs: Pairs) -> Pairs:
-    """The first PAIRS pairs in an order that mixes relations and templates."""
-    rows = pairs.table.sample(frac=1, random_state=0).index.tolist()[:PAIRS]
-    return Pairs(
-        pairs.clean.select(rows), pairs.corrupted.select(rows), pairs.correct[rows], pairs.wrong[rows],
-        pairs.table.iloc[rows].reset_index(drop=True),
-    )  # fmt: skip
 
 
 def _describe_training(page: Section, folder: Path, task: ToyFacts, trained: Trained, swept: Part) -> None:

@@ -1,11 +1,11 @@
 """Attention over rows that share a base run: every query reads the base run's keys and its own cell's new ones.
 
-The keys and values that a cell leaves as they were are read where they lie, once per example; nothing is copied per cell.
+The keys and values that a cell leaves as they were are read where they lie, once per example; nothing of the base run is copied
+per cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,118 +15,149 @@ from torch import Tensor
 
 from interp.model.attention import Attention, softmax_or_zero
 from interp.model.tap import Tap
-from interp.sweep.layout import Group
+from interp.sweep.layout import Bucket
+
+
+class Slots:
+    """One bucket on the device: which rows and new keys its sequences have, and which edges the mask shuts.
+
+    Scores are [example kv_head each group query key], keys first the base run's, up to `stop`, then the sequence's own.
+    """
+
+    def __init__(self, bucket: Bucket, edges: Tensor, cross: bool) -> None:
+        device = edges.device
+        new, positions, real = (
+            (bucket.memory, bucket.memory_positions, bucket.memory_real)
+            if cross
+            else (bucket.new, bucket.key_positions, bucket.key_real)
+        )
+        self.examples, self.each = bucket.examples, bucket.each
+        self.rows, self.new = _span(bucket.rows, bucket.real, device), _span(new, real, device)
+        self.real = None if bucket.real.all() else torch.from_numpy(bucket.real).to(device)
+        self.first = int(bucket.rows[0, 0])
+        self.count = int(bucket.real.sum())
+        example, query, key, own = (
+            torch.from_numpy(array).to(device) for array in (bucket.example, bucket.positions, positions, real)
+        )
+        if len(edges) == 1:
+            example = torch.zeros_like(example)
+        base = edges[example[:, None], query]  # [sequence query key]: what the mask lets it read
+        mine = base.gather(2, key[:, None].expand(-1, query.shape[1], -1)) & own[:, None]
+        theirs = torch.ones(len(example), base.shape[2], dtype=torch.bool, device=device)
+        rows = torch.arange(len(example), device=device)[:, None].expand_as(key)
+        theirs[rows[own], key[own]] = False  # a new key stands instead of the base run's
+        base = base & theirs[:, None]
+        seen = base.flatten(0, 1).any(0).nonzero()
+        self.stop = int(seen[-1]) + 1 if len(seen) else 0
+        self.key, self.length = key, base.shape[2]
+        closed = ~torch.cat([base[..., : self.stop], mine], -1)
+        self.closed = self.split(closed)[:, None, :, None]  # [example 1 each 1 query key]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[sequence …] -> [example each …]."""
+        return x.unflatten(0, (len(self.examples), self.each))
+
+    def of(self, base: Tensor) -> Tensor:
+        """The base run's tensor [batch pos …] of the bucket's examples up to `stop`; a view when they are all."""
+        if len(self.examples) != len(base) or (self.examples != np.arange(len(base))).any():
+            base = base[torch.from_numpy(self.examples).to(base.device)]
+        return base[:, : self.stop]
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads for one layer. base_keys, base_values [batch pos kv_head d_head]; closed [row key] bool: edges that the mask shuts.
-
-    extra: keys and values of tokens that are no rows of this layer. cross: the new keys are the memory's.
-    """
+    """Reads for one layer. base_keys, base_values [batch pos kv_head d_head]; extra: keys and values of tokens that are no
+    rows of this layer [key kv_head d_head]; slots: the layer's rectangles."""
 
     base_keys: Tensor
     base_values: Tensor
-    closed: Tensor | None
-    groups: Sequence[Group]
+    slots: list[Slots]
     extra: tuple[Tensor, Tensor] | None = None
-    cross: bool = False
 
     def __call__(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, tap: Tap) -> Tensor:
         """q [1 row head d_head], k and v [1 new_key kv_head d_head] -> z [1 row head d_head]."""
-        q, k, v, s = q[0], k[0], v[0], attention.sites
-        n, kv_heads = len(q), k.shape[1]
         scale = attention.config.attention_scale
         assert scale is not None  # the config resolves it
-        q = (q * scale).unflatten(1, (kv_heads, -1))  # [row kv_head group d_head]
-        length = self.base_keys.shape[1]
-        scores = q.new_zeros(n, kv_heads, q.shape[2], length)
-        for group in self.groups:
-            self._score(group, q, k, scores)
-        scores = scores.flatten(1, 2)  # [row head key]
-        scores = tap(s.scores, self._shut(scores, float("-inf"))[None])[0]
-        if tap.wants(s.scores):  # again: no change of scores may open an edge that the mask closes
-            scores = self._shut(scores, float("-inf"))
-        pattern = tap(s.pattern, softmax_or_zero(scores)[None])[0]
-        if tap.wants(s.pattern):
-            pattern = self._shut(pattern, 0.0)
-        pattern = pattern.unflatten(1, (kv_heads, -1))
+        k, v = k[0], v[0]
+        q = (q[0] * scale).unflatten(1, (k.shape[1], -1))  # [row kv_head group d_head]
+        if self.extra is not None:
+            k, v = torch.cat([k, self.extra[0]]), torch.cat([v, self.extra[1]])
+        scores = [self._scores(slots, q, k) for slots in self.slots]
+        s, told = attention.sites, tap.wants(attention.sites.scores) or tap.wants(attention.sites.pattern)
+        if told:  # only now are the scores of all keys put in one row per query
+            scores = self._told(s.scores, scores, tap, float("-inf"))
+        patterns = [softmax_or_zero(one) for one in scores]
+        if told:
+            patterns = self._told(s.pattern, patterns, tap, 0.0)
         z = torch.empty_like(q)
-        for group in self.groups:
-            self._mix(group, pattern, v, z)
+        for slots, pattern in zip(self.slots, patterns, strict=True):
+            self._mix(slots, pattern, v, z)
         return z.flatten(1, 2)[None]
 
-    def _shut(self, x: Tensor, value: float) -> Tensor:
-        return x if self.closed is None else x.masked_fill(self.closed[:, None], value)
+    def _scores(self, slots: Slots, q: Tensor, k: Tensor) -> Tensor:
+        """q·k of one rectangle [example kv_head each group query key], −∞ where the mask shuts."""
+        q = slots.split(_take(q, slots.rows)).permute(0, 3, 1, 4, 2, 5).contiguous()
+        own = slots.split(_take(k, slots.new)).permute(0, 3, 1, 4, 2)  # [example kv_head each d_head key]
+        scores = q.flatten(3, 4) @ own
+        if slots.stop:
+            keys = slots.of(self.base_keys).permute(0, 2, 3, 1)
+            base = q.flatten(2, 4) @ keys
+            scores = torch.cat([base.unflatten(2, (slots.each, -1)), scores], -1)
+        scores = scores.unflatten(3, (q.shape[3], -1))
+        return scores.masked_fill_(slots.closed, float("-inf"))
 
-    def _own(self, group: Group, new: Tensor, which: int) -> list[tuple[Tensor, np.ndarray]]:
-        """The group's new keys (which=0) or values (1), [sequence key kv_head d_head], with their positions."""
-        if self.cross:
-            found = [(new[group.memory_rows], group.memory)]
+    def _mix(self, slots: Slots, pattern: Tensor, v: Tensor, z: Tensor) -> None:
+        """z of one rectangle: α-weighted values of the base run and the sequence's own."""
+        own = slots.split(_take(v, slots.new)).permute(0, 3, 1, 2, 4)  # [example kv_head each key d_head]
+        mixed = pattern[..., slots.stop :].flatten(3, 4) @ own
+        if slots.stop:
+            values = slots.of(self.base_values).transpose(1, 2)
+            base = pattern[..., : slots.stop].flatten(2, 4) @ values
+            mixed = mixed + base.unflatten(2, (slots.each, -1))
+        mixed = mixed.unflatten(3, (pattern.shape[3], -1)).permute(0, 2, 4, 1, 3, 5).flatten(0, 1)
+        z[slots.first : slots.first + slots.count] = mixed.flatten(0, 1) if slots.real is None else mixed[slots.real]
+
+    def _told(self, site: Any, parts: list[Tensor], tap: Tap, shut: float) -> list[Tensor]:
+        """What `tap` makes of scores or pattern laid out in rows [1 row head key]; closed edges stay shut."""
+        rows = [self._in_rows(slots, part, shut) for slots, part in zip(self.slots, parts, strict=True)]
+        changed = tap(site, torch.cat(rows)[None])[0]
+        found, start = [], 0
+        for slots, part in zip(self.slots, parts, strict=True):
+            found.append(self._from_rows(slots, changed[start : start + slots.count], part, shut))
+            start += slots.count
+        return found
+
+    def _in_rows(self, slots: Slots, part: Tensor, shut: float) -> Tensor:
+        """[example kv_head each group query key] -> [row head key], every key at its position."""
+        wide = part.new_full((*part.shape[:-1], slots.length), shut)
+        wide[..., : slots.stop] = part[..., : slots.stop]
+        own = part[..., slots.stop :].masked_fill(slots.closed[..., slots.stop :], shut)
+        keys = slots.split(slots.key)[:, None, :, None, None].expand_as(own)
+        wide = wide.scatter_reduce(-1, keys, own, "amax") if shut else wide.scatter_add(-1, keys, own)
+        wide = wide.permute(0, 2, 4, 1, 3, 5).flatten(0, 1).flatten(2, 3)  # [sequence query head key]
+        return wide.flatten(0, 1) if slots.real is None else wide[slots.real]
+
+    def _from_rows(self, slots: Slots, rows: Tensor, like: Tensor, shut: float) -> Tensor:
+        """The reverse of `_in_rows`."""
+        shape = (len(slots.examples) * slots.each, like.shape[4])
+        wide = rows.new_full((*shape, *rows.shape[1:]), shut)
+        if slots.real is None:
+            wide = rows.unflatten(0, shape)
         else:
-            found = [(new[group.rows], group.queries)]
-            if self.extra is not None:
-                found.append((self.extra[which][group.extra_rows], group.extra))
-        return [(rows.unflatten(0, (group.count, -1)), positions) for rows, positions in found if len(positions)]
-
-    def _score(self, group: Group, q: Tensor, k: Tensor, scores: Tensor) -> None:
-        base = self._base(group)
-        mine, out = q[group.rows], scores[group.rows]
-        if base:
-            keys = _of(self.base_keys, group.examples)[:, :base].permute(0, 2, 3, 1)
-            _by_example(group, out)[..., :base] = _turn_back(_turn(_by_example(group, mine)) @ keys, mine.shape[2])
-        for keys, positions in self._own(group, k, 0):
-            found = _turn(_by_sequence(group, mine)) @ keys.permute(0, 2, 3, 1)
-            _by_sequence(group, out)[..., _index(positions)] = _turn_back(found, mine.shape[2])
-
-    def _mix(self, group: Group, pattern: Tensor, v: Tensor, z: Tensor) -> None:
-        base, mine, out = self._base(group), pattern[group.rows], z[group.rows]
-        total: Any = 0.0
-        own = self._own(group, v, 1)
-        if base:
-            weights = mine[..., :base]
-            inside = np.concatenate([positions[positions < base] for _, positions in own] or [np.zeros(0, int)])
-            if len(inside):  # these tokens are new: their base values are not read
-                weights = weights.clone()
-                weights[..., _index(inside)] = 0
-            values = _of(self.base_values, group.examples)[:, :base].transpose(1, 2)
-            total = _turn_back(_turn(_by_example(group, weights)) @ values, mine.shape[2]).reshape(out.shape)
-        for values, positions in own:
-            found = _turn(_by_sequence(group, mine[..., _index(positions)])) @ values.transpose(1, 2)
-            total = total + _turn_back(found, mine.shape[2]).reshape(out.shape)
-        out.copy_(torch.as_tensor(total, dtype=out.dtype, device=out.device))
-
-    def _base(self, group: Group) -> int:
-        return self.base_keys.shape[1] if self.cross else group.base
+            wide[slots.real] = rows
+        wide = slots.split(wide.unflatten(2, (like.shape[1], -1))).permute(0, 3, 1, 4, 2, 5)
+        keys = slots.split(slots.key)[:, None, :, None, None].expand(*wide.shape[:-1], -1)
+        return torch.cat([wide[..., : slots.stop], wide.gather(-1, keys)], -1).masked_fill(slots.closed, shut)
 
 
-def _of(base: Tensor, examples: np.ndarray) -> Tensor:
-    """The base run's tensor of some examples; a view when they are all."""
-    if len(examples) == len(base) and (examples == np.arange(len(base))).all():
-        return base
-    return base[torch.from_numpy(examples).to(base.device)]
+def _span(index: np.ndarray, real: np.ndarray, device: torch.device) -> Any:
+    """Rows that lie one after another as a slice with a shape, which saves a copy; others as indices."""
+    first = int(index[0, 0]) if index.size else 0
+    if index.size and real.all() and (index.reshape(-1) == np.arange(first, first + index.size)).all():
+        return slice(first, first + index.size), index.shape
+    return torch.from_numpy(index).to(device)
 
 
-def _index(positions: np.ndarray) -> Any:
-    """Positions as a slice where they are a run, which saves a copy."""
-    if len(positions) and positions[-1] - positions[0] == len(positions) - 1:
-        return slice(int(positions[0]), int(positions[-1]) + 1)
-    return positions
-
-
-def _by_example(group: Group, x: Tensor) -> Tensor:
-    return x.unflatten(0, (len(group.examples), -1))
-
-
-def _by_sequence(group: Group, x: Tensor) -> Tensor:
-    return x.unflatten(0, (group.count, -1))
-
-
-def _turn(x: Tensor) -> Tensor:
-    """[batch query kv_head group d] -> [batch kv_head group·query d], so that one product serves a key head's group."""
-    return x.permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _turn_back(x: Tensor, per_key: int) -> Tensor:
-    """The reverse of `_turn`."""
-    return x.unflatten(2, (per_key, -1)).permute(0, 3, 1, 2, 4)
+def _take(x: Tensor, span: Any) -> Tensor:
+    """[row …] -> [sequence entry …]."""
+    return x[span[0]].unflatten(0, span[1]) if isinstance(span, tuple) else x[span]

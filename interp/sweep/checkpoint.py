@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from interp.interventions import HasCache, Intervention
+from interp.record import write_atomic
 from interp.sites import Site
 from interp.sweep.errors import SweepError
 
@@ -57,10 +57,8 @@ class Checkpoint:
             return
         tensors = {f"values.{name}": values for name, (values, _) in self.parts.items()}
         tensors |= {f"done.{name}": done for name, (_, done) in self.parts.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        save_file(tensors, temporary, metadata={"interp_sweep": json.dumps(self.marks)})
-        temporary.replace(self.path)
+        marks = {"interp_sweep": json.dumps(self.marks)}
+        write_atomic(self.path, lambda temporary: save_file(tensors, temporary, metadata=marks))
         self._written = time.monotonic()
 
     def _read(self, path: Path) -> None:

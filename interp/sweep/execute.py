@@ -24,7 +24,7 @@ from interp.sweep.cells import Cells
 from interp.sweep.checkpoint import Checkpoint, mark_of
 from interp.sweep.cost import Cost, matmul_rate
 from interp.sweep.errors import SweepCheckError, SweepError, SweepInterrupted
-from interp.sweep.full import Full
+from interp.sweep.full import Full, ManyTap
 from interp.sweep.reading import Reading
 from interp.sweep.walk import Walk
 
@@ -126,8 +126,8 @@ class Job:
                 bar.update(len(cells))
         except KeyboardInterrupt:
             checkpoint.save(now=True)
-            said = (f"stopped with {int(done.sum())} of {len(done)} cells of {self.name} done; the same call with checkpoint= this "
-                    f"exception's .checkpoint goes on ({checkpoint!r})")  # fmt: skip
+            said = (f"stopped with {int(done.sum())} of {len(done)} cells of {self.name} done; the same call with checkpoint= "
+                    f"this exception's .checkpoint goes on ({checkpoint!r})")  # fmt: skip
             raise SweepInterrupted(said, checkpoint) from None
         checkpoint.save(now=True)
         checked, checks = self._check(values, check, seed) if self.engine != "reference" else (0.0, 0)
@@ -199,12 +199,12 @@ class Job:
         if not len(pairs):
             pairs = np.argwhere(~moved)
         pairs = pairs[rng.choice(len(pairs), min(len(pairs), count), replace=False)]
-        worst, largest = 0.0, float(values.abs().nan_to_num().max().clamp(min=float(self.base.metric.abs().max())))
+        largest = float(values.abs().nan_to_num().max().clamp(min=float(self.base.metric.abs().max())))
         info = torch.finfo(self.base.slice.dtype)
         allowed = _TOLERANCE[self.base.slice.dtype] * largest + 100 * info.eps * float(self.base.slice.abs().max())
-        for number, example in pairs:
-            cell = int(sample[number])
-            expected, got = self._full_value(cell, int(example)), float(values[cell, example])
+        worst, chosen = 0.0, [(int(sample[number]), int(example)) for number, example in pairs]
+        for (cell, example), expected in zip(chosen, self._full_values(chosen), strict=True):
+            got = float(values[cell, example])
             gap = 0.0 if expected == got or (expected != expected and got != got) else abs(expected - got)
             if not gap <= (0.0 if self.exact == "bitwise" else allowed):
                 where = f"cell {cell}" if self.label is None else self.label(cell)
@@ -214,16 +214,18 @@ class Job:
             worst = max(worst, gap)
         return worst, len(pairs)
 
-    def _full_value(self, cell: int, example: int) -> float:
-        inputs, reading = self.base.inputs, self.reading
-        alone = self.exact == "rounding" and self.cells.separable and isinstance(self.executor, Walk)
-        if not alone:
-            found = run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.wanted)
-            return float(reading.of_full(found.logits)[example])
-        one = inputs.select([example])
-        change = self.cells.interventions(cell, example)
-        found = run(self.model, one, change=change, wanted=self.wanted)
-        return float(reading.of_full(found.logits.expand(inputs.batch, -1, -1))[example])
+    def _full_values(self, pairs: list[tuple[int, int]]) -> list[float]:
+        """The metric of some (cell, example) pairs by full forwards, which know nothing of rows and layouts."""
+        inputs, read = self.base.inputs, self.reading.of_full
+        if not (self.exact == "rounding" and self.cells.separable and isinstance(self.executor, Walk)):
+            runs = [run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.wanted) for cell, _ in pairs]
+            return [float(read(found.logits)[example]) for found, (_, example) in zip(runs, pairs, strict=True)]
+        changes = [self.cells.interventions(cell, example) for cell, example in pairs]
+        alone = [inputs.select([example]) for _, example in pairs]
+        with torch.no_grad():  # one batch of single examples, each with its own cell's changes
+            chosen = inputs.select([example for _, example in pairs])
+            logits = self.model(chosen, ManyTap(changes, alone, set(self.wanted)))
+        return [float(read(one.expand(inputs.batch, -1, -1))[example]) for one, (_, example) in zip(logits, pairs, strict=True)]
 
 
 def can_walk(model: Hookable, cells: Cells) -> bool:

@@ -20,10 +20,11 @@ from interp.sweep.reading import Reading
 
 
 class ManyTap:
-    """Applies each cell's changes to its own rows of a batch that holds the same inputs once per cell."""
+    """Applies each cell's changes to its own part of a batch; inputs: of each cell, or the same for all."""
 
     def __init__(self, cells: Sequence[Sequence[Intervention]], inputs: Any, wanted: set[Site]) -> None:
-        self.cells, self.inputs, self.wanted = cells, inputs, wanted
+        self.cells, self.wanted = cells, wanted
+        self.inputs = inputs if isinstance(inputs, list) else [inputs] * len(cells)
         self.sites = {change.place for cell in cells for change in cell}
 
     def wants(self, site: Site) -> bool:
@@ -36,7 +37,7 @@ class ManyTap:
         for i, cell in enumerate(self.cells):
             for change in cell:
                 if change.place == site:
-                    parts[i] = change.apply(parts[i], self.inputs)
+                    parts[i] = change.apply(parts[i], self.inputs[i])
         return torch.cat(parts)
 
 

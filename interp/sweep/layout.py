@@ -17,27 +17,29 @@ from interp.sweep.cells import Rows
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sequences that compute the same positions, `each` for every one of `examples`: one rectangle of a layer's rows.
+class Bucket:
+    """Sequences of about equal size, as many of every example, padded to one rectangle: `examples`, `each` of them.
 
-    queries, extra, memory: the positions computed, those of which only keys and values are, and of the source; rows, extra_rows,
-    memory_rows: where they lie. base: how many of the base run's first keys any query reads.
+    rows [sequence query]: which of the layer's rows each query is; positions [sequence query]; real [sequence query] bool.
+    new [sequence key]: which of the new keys (rows, then extra; or the memory's) a sequence has, key_positions, key_real.
     """
 
     examples: np.ndarray
     each: int
-    queries: np.ndarray
-    extra: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    real: np.ndarray
+    new: np.ndarray
+    key_positions: np.ndarray
+    key_real: np.ndarray
     memory: np.ndarray
-    rows: slice
-    extra_rows: slice
-    memory_rows: slice
-    base: int
+    memory_positions: np.ndarray
+    memory_real: np.ndarray
 
     @property
-    def count(self) -> int:
-        """How many sequences."""
-        return len(self.examples) * self.each
+    def example(self) -> np.ndarray:
+        """The example of each sequence."""
+        return np.repeat(self.examples, self.each)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Layout:
     extra: Rows
     late: Rows
     memory: Rows
-    groups: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
 
 
 def parts(sites: tuple[Site, ...], layer: int, stack: str | None, middle: str) -> dict[Site, str]:
@@ -128,9 +130,10 @@ def lay_out(
     late = touched.get("late", nothing) & ~rows & after
     extra = spread & ~rows & before & rows.any(1, keepdims=True)
     memory = memory & rows.any(1, keepdims=True)
-    order, groups = _groups(reach, rows, extra, memory, example)
+    order = _order(rows, example)
     tables = [_rows(mask[order], order, cell, example) for mask in (rows, extra, memory)]
-    return Layout(tables[0], tables[1], _rows(late, np.arange(len(late)), cell, example), tables[2], groups)
+    buckets = _buckets(rows[order], extra[order], memory[order], example[order])
+    return Layout(tables[0], tables[1], _rows(late, np.arange(len(late)), cell, example), tables[2], buckets)
 
 
 def _rows(mask: np.ndarray, order: np.ndarray, cell: np.ndarray, example: np.ndarray) -> Rows:
@@ -139,34 +142,50 @@ def _rows(mask: np.ndarray, order: np.ndarray, cell: np.ndarray, example: np.nda
     return Rows(sequence, cell[sequence], example[sequence], position)
 
 
-def _groups(
-    reach: Reach, rows: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: np.ndarray
-) -> tuple[np.ndarray, tuple[Group, ...]]:
-    """Sequences sorted so that equal patterns stand together, by example within, and the rectangles that they form."""
-    packed = np.packbits(np.concatenate([rows, extra, memory], 1), axis=1)
-    keys = np.ascontiguousarray(packed).view(np.dtype((np.void, packed.shape[1])))[:, 0]
-    _, pattern = np.unique(keys, return_inverse=True)
-    order = np.lexsort((np.arange(len(rows)), example, pattern))
-    order = order[rows[order].any(1)]
-    groups, start = [], np.zeros(3, dtype=np.int64)
-    pair = np.stack([pattern[order], example[order]], 1)
-    cuts = np.flatnonzero((pair[1:] != pair[:-1]).any(1)) + 1
-    runs = list(zip([0, *cuts], [*cuts, len(order)], strict=True)) if len(order) else []
+def _size(rows: np.ndarray) -> np.ndarray:
+    """The size class of each sequence: its number of rows, to the next power of two."""
+    return np.ceil(np.log2(np.maximum(rows.sum(1), 1))).astype(np.int64)
+
+
+def _order(rows: np.ndarray, example: np.ndarray) -> np.ndarray:
+    """The sequences that compute anything, by size class, then by example."""
+    order = np.lexsort((np.arange(len(rows)), example, _size(rows)))
+    return order[rows[order].any(1)]
+
+
+def _buckets(rows: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: np.ndarray) -> tuple[Bucket, ...]:
+    """Rectangles of sequences in their order; one per size class where it holds equally many of every example."""
+    if not len(rows):
+        return ()
+    keys = np.stack([_size(rows), example], 1)
+    cuts = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
+    runs = list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True))
+    ends = [np.concatenate([[0], np.cumsum(mask.sum(1))]) for mask in (rows, extra, memory)]
+    buckets = []
     while runs:
         first, stop = runs.pop(0)
-        members = [(first, stop)]
-        while runs and pair[runs[0][0], 0] == pair[first, 0] and runs[0][1] - runs[0][0] == stop - first:
-            members.append(runs.pop(0))
-        one, count = order[first], (stop - first) * len(members)
-        queries, keys, source = (np.flatnonzero(mask[one]) for mask in (rows, extra, memory))
-        ends = start + count * np.array([len(queries), len(keys), len(source)])
-        examples = np.array([example[order[member[0]]] for member in members])
-        seen = reach.edges[examples if len(reach.edges) > 1 else [0]][:, queries].any((0, 1))
-        base = max(set(np.flatnonzero(seen).tolist()) - set(queries) - set(keys), default=-1) + 1
-        mine, others, read = (slice(int(a), int(b)) for a, b in zip(start, ends, strict=True))
-        groups.append(Group(examples, int(stop - first), queries, keys, source, mine, others, read, base))
-        start = ends
-    return order, tuple(groups)
+        examples, each = [example[first]], stop - first
+        while runs and keys[runs[0][0], 0] == keys[first, 0] and runs[0][1] - runs[0][0] == each:
+            examples.append(example[runs[0][0]])
+            stop = runs.pop(0)[1]
+        part = slice(first, stop)
+        queries, positions, real = _padded(rows[part], ends[0][first])
+        others, other_positions, other_real = _padded(extra[part], ends[0][-1] + ends[1][first])
+        new = [np.concatenate(pair, 1) for pair in ((queries, others), (positions, other_positions), (real, other_real))]
+        source = _padded(memory[part], ends[2][first])
+        buckets.append(Bucket(np.array(examples), each, queries, positions, real, *new, *source))
+    return tuple(buckets)
+
+
+def _padded(mask: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The set entries of each row of a mask, left-aligned: their number counted on from `start`, their column, which are real."""
+    counts = mask.sum(1)
+    width = int(counts.max(initial=0))
+    real = np.arange(width)[None] < counts[:, None]
+    number, column = np.full(real.shape, start), np.zeros(real.shape, dtype=np.int64)
+    number[real] = start + np.arange(int(counts.sum()))
+    column[real] = np.nonzero(mask)[1]
+    return number, column, real
 
 
 def middle_of(config: ModelConfig) -> str:

@@ -20,7 +20,7 @@ from interp.model.inputs import Edges, Memory, attention_edges, cross_edges, pos
 from interp.model.positions import rotary_table
 from interp.model.transformer import Transformer
 from interp.sites import Site
-from interp.sweep.attend import Reader
+from interp.sweep.attend import Reader, Slots
 from interp.sweep.base import Recorded
 from interp.sweep.cells import Cells, Rows
 from interp.sweep.layout import Layout, Reach, lay_out, middle_of, parts
@@ -92,6 +92,7 @@ class Stack:
         self.edges = edges.reshape(-1, inputs.length, inputs.length)  # [batch or 1, query, key]
         self.reach = Reach(self.edges.cpu().numpy(), len(blocks), last)
         self.parts = [parts(sites, layer, stack, middle_of(config)) for layer in range(len(blocks))]
+        self._slots: tuple[Layout, list[Slots]] | None = None
         self.rotary = None
         if config.positions == "rotary":
             self.rotary = rotary_table(config, position_ids(inputs), blocks[0].attention.qkv.weight.dtype)
@@ -108,10 +109,11 @@ class Stack:
         pick = _index(example, cos), _index(rows.position, cos)
         return cos[pick][None], sin[pick][None]
 
-    def closed(self, rows: Rows) -> Tensor | None:
-        """Which keys each row may not read [row key]."""
-        example = rows.example if len(self.edges) > 1 else np.zeros_like(rows.example)
-        return ~self.edges[_index(example, self.edges), _index(rows.position, self.edges)]
+    def slots(self, layout: Layout) -> list[Slots]:
+        """The rectangles in which a layer's rows read, made once for layers that share a layout."""
+        if self._slots is None or self._slots[0] is not layout:
+            self._slots = layout, [Slots(bucket, self.edges, cross=False) for bucket in layout.buckets]
+        return self._slots[1]
 
 
 class Walk:
@@ -259,8 +261,7 @@ class _Chunk:
             k, v = block.keys_values(x, tap, stack.angles(layout.extra))
             extra = k[0], v[0]
         keys = stack.at("k_rot" if stack.config.rotates else "k", layer)
-        closed = stack.closed(layout.rows)
-        return Reader(keys, stack.at("v", layer), closed, layout.groups, extra)
+        return Reader(keys, stack.at("v", layer), stack.slots(layout), extra)
 
     def _memory(self, stack: Stack, layer: int, layout: Layout) -> Memory | None:
         """What cross-attention reads: the cells' own source states and the base run's keys and values."""
@@ -269,9 +270,10 @@ class _Chunk:
         base = self.walk.base
         source = base.cache[Site("final", stack="encoder")]
         states = self.memory.gather(layout.memory, source)[None]
-        mask = cross_edges(base.inputs).mask
-        closed = None if mask is None else ~mask[:, 0, 0][_index(layout.rows.example, mask)]
-        reader = Reader(stack.at("cross_k", layer), stack.at("cross_v", layer), closed, layout.groups, cross=True)
+        readable = torch.from_numpy(self.walk.readable).to(source.device)
+        edges = readable[:, None].expand(-1, stack.length, -1)
+        slots = [Slots(bucket, edges, cross=True) for bucket in layout.buckets]
+        reader = Reader(stack.at("cross_k", layer), stack.at("cross_v", layer), slots)
         return Memory(states, Edges(None, False, False, read=reader))
 
     def _embedded(self, stack: Stack, name: str | None) -> Live:

@@ -8,7 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from interp.plots import effect_heatmaps, head_heatmap, lens_curves, training_curves
+from interp.plots import (
+    effect_bars,
+    effect_heatmaps,
+    effect_histogram,
+    head_heatmap,
+    lens_curves,
+    training_curves,
+)
 from interp.plots.style import PlotError, printable
 
 
@@ -41,6 +48,46 @@ def test_heads(effects):
     table = effects[effects["site"] == "ffn_out"].rename(columns={"position": "head"})
     ax = head_heatmap(table).axes[0]
     assert ax.get_xlabel() == "head" and ax.get_ylabel() == "layer"
+
+
+@pytest.fixture
+def windows(effects):
+    """Windows of 3 in a model of 3 layers: the outer two are cut off."""
+    first, last = (effects["layer"] - 1).clip(lower=0), (effects["layer"] + 1).clip(upper=2)
+    table = effects.rename(columns={"layer": "window"})
+    return table.assign(first_layer=first, last_layer=last, clipped=last - first < 2)
+
+
+def test_windows_that_are_cut_off_are_hatched_and_the_axis_says_so(windows):
+    heads = windows[windows["site"] == "ffn_out"].rename(columns={"position": "head"})
+    for ax in (effect_heatmaps(windows).axes[0], head_heatmap(heads).axes[0]):
+        assert [(patch.get_y(), patch.get_hatch()) for patch in ax.patches] == [(-0.5, "//"), (1.5, "//")]
+        assert ax.get_ylabel() == "centre of 3 layers\n(hatched: cut off at an end)"
+    bars = effect_bars(windows, "window").axes[0]
+    assert [bool(bar.get_hatch()) for bar in bars.patches] == [True, False, True] and "3 layers" in bars.get_xlabel()
+    whole = windows[~windows["clipped"]]
+    assert effect_heatmaps(whole).axes[0].get_ylabel() == "centre of 3 layers" and not effect_heatmaps(whole).axes[0].patches
+    both_cut = windows[windows["window"] < 2].assign(last_layer=lambda t: t["last_layer"].clip(upper=1), clipped=True)
+    assert "centre of 3 layers" in effect_heatmaps(both_cut).axes[0].get_ylabel()
+
+
+def test_panels_by_role_and_heads_upward(effects):
+    table = effects.assign(role=effects["site"] + "_at", head=effects["position"])
+    panels = effect_heatmaps(table, "head", panel="role").axes[:2]
+    assert [ax.get_title() for ax in panels] == ["resid pre at", "ffn out at"] and panels[0].get_xlabel() == "head"
+    ax = effect_heatmaps(table, "position", y="head").axes[0]
+    assert ax.get_ylabel() == "head" and np.array_equal(ax.images[0].get_array().diagonal(), [1 - p / 2 for p in range(4)])
+
+
+def test_bars_and_histograms(effects):
+    figure = effect_bars(effects, "position", labels=["a", " b", "c", "d"])
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    assert heights == [1 - p / 2 for p in range(4)] and "logit difference" in figure.axes[0].get_ylabel()
+    ax = effect_histogram(effects).axes[0]
+    assert sum(bar.get_height() for bar in ax.patches) == 12 and ax.get_xlim()[0] == -ax.get_xlim()[1]
+    assert ax.get_ylabel() == "number of entries" and "logit difference" in ax.get_xlabel()
+    with pytest.raises(PlotError, match="1 labels for 4 values"):
+        effect_bars(effects, "position", labels=["a"])
 
 
 def test_curves_have_units():

@@ -12,18 +12,21 @@ from interp.plots.style import COLOURS, new_figure
 from sweeps import floor, peers
 from sweeps.case import alternate, gpt2_case
 
-BASE: dict[str, Any] = {"layers": 6, "width": 256, "heads": 4, "vocab": 1000, "prompts": 4, "length": 24}
-CURVES: dict[str, tuple[str, tuple[int, ...], str]] = {  # axis: (option, sizes, site)
-    "layers": ("layers", (4, 6, 8, 12, 16), "resid_pre"),
-    "positions": ("length", (16, 24, 32, 48, 64), "resid_pre"),
+BASE: dict[str, Any] = {"layers": 8, "width": 256, "heads": 4, "vocab": 1000, "prompts": 8, "length": 32}
+CURVES: dict[
+    str, tuple[str, tuple[int, ...], str]
+] = {  # axis: (option, sizes, site); sizes at which arithmetic dominates
+    "layers": ("layers", (8, 12, 16, 24), "resid_pre"),
+    "positions": ("length", (32, 48, 64, 96), "resid_pre"),
     "heads": ("heads", (2, 4, 8, 16), "z"),
-    "prompts": ("prompts", (2, 4, 8, 16, 32), "resid_pre"),
+    "prompts": ("prompts", (8, 16, 32, 64), "resid_pre"),
 }
+SMALLER = {"heads": {"layers": 6, "length": 24}}  # its cells are as many again for every head
 LABELS = {"layers": "layers", "positions": "positions (tokens per prompt)", "heads": "heads per layer (z swept)",
           "prompts": "prompts (pairs)"}  # fmt: skip
 MEASURES = {  # column: (axis label, the column of what the definition predicts)
     "seconds": ("time of a sweep (s)", "floor_gflop"),
-    "work_gflop": ("work counters, as matrix products (GFLOP)", "floor_cells_gflop"),
+    "work_gflop": ("matrix products counted (GFLOP)", "floor_cells_gflop"),
 }
 COUNTERS = ("token_layers", "key_value_token_layers", "ffn_token_layers")
 TOLERANCE = 0.1
@@ -34,7 +37,7 @@ def measure(engine: str, repeats: int, quick: bool) -> pd.DataFrame:
     those of its cells alone (the counters know of no clean and corrupted run). Sizes of one axis alternate."""
     rows: list[dict[str, Any]] = []
     for axis, (option, sizes, site) in CURVES.items():
-        base = BASE | ({"width": 64, "layers": 3, "length": 8} if quick else {})
+        base = BASE | SMALLER.get(axis, {}) | ({"width": 64, "layers": 3, "length": 8} if quick else {})
         cases = [gpt2_case(axis, site=site, **(base | {option: size})) for size in (sizes[:3] if quick else sizes)]
         turns = [peers.ours(case, engine) for case in cases]
         alternate(turns, repeats)
@@ -85,6 +88,7 @@ def figure(table: pd.DataFrame, measure: str) -> Figure:
             ax.plot(x, middle[1] * (x / middle[0]) ** row[name], dashes, color=colour, label=words)
         ax.set(xscale="log", yscale="log", xlabel=LABELS[str(axis)])
         ax.set_xticks(x, [f"{size:.0f}" for size in x])
+        ax.set_yticks(y, [f"{value:.3g}" for value in y])
         ax.minorticks_off()
         ax.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel(MEASURES[measure][0])
