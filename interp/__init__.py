@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from interp.activations import Activations, open_activations
 from interp.analyses.attention_mass import attention_mass
 from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
 from interp.analyses.logit_lens import logit_lens
+from interp.corpus import record_corpus
 from interp.generate import Generated, generate
 from interp.hookable import Hookable
 from interp.interventions import Add, AddNoise, Freeze, KnockOut, Mean, Project, Replace, Resample, Scale, Zero
@@ -57,6 +59,7 @@ _LAZY = {
 
 __all__ = [
     "SITES",
+    "Activations",
     "Add",
     "AddNoise",
     "Cache",
@@ -98,10 +101,12 @@ __all__ = [
     "logit_lens",
     "loss",
     "minilm",
+    "open_activations",
     "patch_sweep",
     "path_patch",
     "plan_sweep",
     "probability",
+    "record_corpus",
     "run",
     "run_many",
     "save",

@@ -35,7 +35,8 @@ def test_errors_are_one_line(words, message):
         main(words)
 
 
-def test_sweep_prints_its_cost_leaves_a_page_and_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+def test_sweep_prints_its_cost_leaves_a_page_and_says_how_to_go_on(tmp_path, capsys, monkeypatch, shipped):
+    monkeypatch.setattr("interp.report.sweep_inputs.shipped", lambda: shipped)  # prompts are tokenized once
     words = ["sweep", "shipped", "--pairs", "4", "--sites", "attn_out+ffn_out", "--folder", str(tmp_path / "sweep")]
     main([*words, "--dry-run"])
     said = capsys.readouterr().out

@@ -47,3 +47,10 @@ def test_the_encoder_decoder_page_runs(capsys):
     exec(compile(program.replace("steps=150", "steps=3, batch_size=8"), "encoder_decoder.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "decoder.cross_out" in printed and "chance" in printed
+
+
+def test_the_page_on_sweeps_runs(capsys):
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sweeps.md").read_text(), re.DOTALL)
+    exec(compile(program, "sweeps.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "32 cells" in printed and "z → receiver" in printed

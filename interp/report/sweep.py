@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from interp.report.parts import fingerprint
 from interp.report.sweep_inputs import Opened, given_pair, open_model, task_pairs
 from interp.report.sweep_page import count, write_page
 from interp.sweep import SweepPlan, SweepResult, ablation_sweep, plan_sweep
+from interp.sweep.execute import Estimate
 from interp.tasks.task import Pairs
 
 SITES = ("resid_pre", "attn_out", "ffn_out")
@@ -106,10 +106,11 @@ class Ready:
     opened: Opened
     pairs: Pairs
     plans: Mapping[str, SweepPlan]  # by direction; an ablation's has as many cells of the same rows
+    estimates: Mapping[str, Estimate]
     settings: dict[str, Any]
     started: float
 
-    @cached_property
+    @property
     def words(self) -> list[str]:
         """What will be run and what it will cost, a line each."""
         prompts = count(len(self.pairs), "prompt" if self.asked.ablates else "prompt pair")
@@ -118,7 +119,7 @@ class Ready:
         )
         prefix = f"before each prompt: {' '.join(self.opened.labels(torch.tensor(self.opened.prefix)))}"
         lines = [what, *([prefix] if self.opened.prefix else [])]
-        lines += [f"{name}: {plan.estimate}" for name, plan in self.plans.items()]
+        lines += [f"{name}: {estimate}" for name, estimate in self.estimates.items()]
         going_on = (self.asked.folder / SETTINGS).exists()
         return [*lines, *([f"{self.asked.folder} holds a part of this sweep: going on"] if going_on else [])]
 
@@ -126,7 +127,7 @@ class Ready:
         """Every cell, then tables, figures and page; returns the page's path. Raises SweepInterrupted; the same call goes on."""
         folder = self.asked.folder
         record.write_json(folder / SETTINGS, self.settings)
-        results = {name: self._one(name, plan, progress) for name, plan in self.plans.items()}
+        results = self.run_all(progress)
         effects = write_tables(folder, results)
         record.write_atomic(
             folder / "prompts.csv", lambda path: self.opened.table(self.pairs).to_csv(path, index=False)
@@ -135,6 +136,10 @@ class Ready:
         for name in results:
             _checkpoint(folder, name).unlink(missing_ok=True)
         return page
+
+    def run_all(self, progress: bool = True) -> dict[str, SweepResult]:
+        """Every cell, by direction; what is finished is kept in the folder."""
+        return {name: self._one(name, plan, progress) for name, plan in self.plans.items()}
 
     def _one(self, name: str, plan: SweepPlan, progress: bool) -> SweepResult:
         asked, kept = self.asked, _checkpoint(self.asked.folder, name)
@@ -166,7 +171,8 @@ def prepare(asked: Asked) -> Ready:
     settings = {"model": opened.name, "weights": fingerprint(opened.model), **_deciding(asked), "sites": sites, "by": by,
                 "pairs": len(pairs), "threads": torch.get_num_threads()}  # fmt: skip
     check_folder(asked.folder, settings)
-    return Ready(asked, opened, pairs, plans, settings, started)
+    estimates = {name: plan.estimate for name, plan in plans.items()}
+    return Ready(asked, opened, pairs, plans, estimates, settings, started)
 
 
 def default_axes(inputs: Inputs) -> tuple[str, str]:

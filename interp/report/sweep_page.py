@@ -154,7 +154,7 @@ def _work_section(ready: Ready, results: Mapping[str, SweepResult]) -> Section:
     section = Section("How it was computed, and checked")
     for name, result in results.items():
         section.text(
-            f"{name}: engine “{result.engine}”, exact “{result.exact}”. Estimated before: {ready.plans[name].estimate}."
+            f"{name}: engine “{result.engine}”, exact “{result.exact}”. Estimated before: {ready.estimates[name]}."
         )
         section.finding(f"{name}: {_checked(result)}")
     config, inputs = ready.opened.model.config, ready.pairs.clean

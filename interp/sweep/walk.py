@@ -215,8 +215,8 @@ class _Chunk:
             if not settled or layout is None:
                 readable = None if memory is None else self.walk.readable
                 layout = lay_out(stack.reach, layer, live.mask, touched, self.cell, self.example, memory, readable)
-            settled = not touched and not len(layout.extra) and len(layout.rows) == len(live.stream)
-            live = self._block(stack, layer, live, layout)
+            before, live = live.mask, self._block(stack, layer, live, layout)
+            settled = not touched and not len(layout.extra) and bool((live.mask == before).all())
         return live
 
     def _by_reach(self, stack: Stack, layer: int) -> dict[str, np.ndarray]:

@@ -66,7 +66,10 @@ def test_windows_that_are_cut_off_are_hatched_and_the_axis_says_so(windows):
     bars = effect_bars(windows, "window").axes[0]
     assert [bool(bar.get_hatch()) for bar in bars.patches] == [True, False, True] and "3 layers" in bars.get_xlabel()
     whole = windows[~windows["clipped"]]
-    assert effect_heatmaps(whole).axes[0].get_ylabel() == "centre of 3 layers" and not effect_heatmaps(whole).axes[0].patches
+    assert (
+        effect_heatmaps(whole).axes[0].get_ylabel() == "centre of 3 layers"
+        and not effect_heatmaps(whole).axes[0].patches
+    )
     both_cut = windows[windows["window"] < 2].assign(last_layer=lambda t: t["last_layer"].clip(upper=1), clipped=True)
     assert "centre of 3 layers" in effect_heatmaps(both_cut).axes[0].get_ylabel()
 
@@ -76,7 +79,9 @@ def test_panels_by_role_and_heads_upward(effects):
     panels = effect_heatmaps(table, "head", panel="role").axes[:2]
     assert [ax.get_title() for ax in panels] == ["resid pre at", "ffn out at"] and panels[0].get_xlabel() == "head"
     ax = effect_heatmaps(table, "position", y="head").axes[0]
-    assert ax.get_ylabel() == "head" and np.array_equal(ax.images[0].get_array().diagonal(), [1 - p / 2 for p in range(4)])
+    assert ax.get_ylabel() == "head" and np.array_equal(
+        ax.images[0].get_array().diagonal(), [1 - p / 2 for p in range(4)]
+    )
 
 
 def test_bars_and_histograms(effects):

@@ -1,4 +1,4 @@
-"""`interp sweep` from options to a folder: the numbers are patch_sweep's, a stopped sweep goes on, what cannot be run is refused."""
+"""`interp sweep` from options to a folder: the numbers are patch_sweep's, a stopped one goes on, the impossible is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from interp import ModelConfig, Transformer, ablation_sweep, cli, logit_difference, patch_sweep, save
 from interp.bridges.packages import cache_folder
 from interp.report import sweep as module
+from interp.report import sweep_inputs as inputs_module
 from interp.report.sweep import Asked, prepare
+from interp.report.sweep_figures import figures
 from interp.report.sweep_inputs import open_model, task_pairs
 from interp.report.sweep_page import peak
 from interp.sweep import SweepInterrupted
@@ -23,6 +25,12 @@ from interp.tasks import Dyck, Induction, Rewriting
 
 TYPED = {"clean": "we know Lalo Mundal by job", "corrupted": "we know Malo Mundal by job", "correct": "brewer",
          "wrong": "pilot"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(shipped, monkeypatch):
+    """The shipped task tokenizes its prompts once, not in every test."""
+    monkeypatch.setattr(inputs_module, "shipped", lambda: shipped)
 
 
 def run(folder, **options):
@@ -68,7 +76,7 @@ def test_the_folder_holds_the_sweeps_numbers_figures_and_page(tmp_path):
     text = page.read_text()
     assert text.count("data:image/png") == 2 and "largest difference of 2 checked cells from a full run: " in text
     best = table[table["direction"] == "denoising"]["effect"].abs().max()
-    assert f"{best:.3g}" in text and "nan" not in text.lower().split("base64")[0]
+    assert f"{best:.3g}" in text and ">nan<" not in text.lower() and "-nan " not in text
 
 
 def test_an_interrupted_sweep_goes_on_and_a_finished_one_is_never_overwritten(tmp_path, monkeypatch):
@@ -118,24 +126,28 @@ def test_typed_prompts_and_ablations(tmp_path, saved):
 @pytest.mark.parametrize(
     ("options", "figure"),
     [
-        ({"by": ("layer", "head"), "sites": ("z",)}, "denoising_z_heads"),
-        ({"by": ("layer", "head", "position"), "sites": ("z",)}, "denoising_z_heads"),
-        ({"by": ("window", "head", "role"), "sites": ("z",), "window": 3}, "denoising_z_heads"),
-        ({"by": ("layer", "neuron"), "sites": ("ffn_act",)}, "denoising_histogram"),
-        ({"by": ("window",), "sites": ("attn_out",), "ablate": "mean"}, "ablation_window"),
-        ({"model": "induction", "pairs": 3}, "denoising_role"),
-        ({"model": "dyck", "pairs": 3, "by": ("layer", "position")}, "denoising_position"),
-        ({"model": "copy", "pairs": 3}, "denoising_source_role"),
+        ({"by": ("layer", "head"), "sites": ("z",)}, "z_heads"),
+        ({"by": ("layer", "head", "position"), "sites": ("z",)}, "z_heads"),
+        ({"by": ("window", "head", "role"), "sites": ("z",), "window": 3}, "z_heads"),
+        ({"by": ("layer", "neuron"), "sites": ("ffn_act",)}, "histogram"),
+        ({"by": ("window",), "sites": ("attn_out",), "ablate": "mean"}, "window"),
+        ({"model": "induction", "pairs": 3}, "role"),
+        ({"model": "dyck", "pairs": 3, "by": ("layer", "position")}, "position"),
+        ({"model": "copy", "pairs": 3}, "source_role"),
     ],
 )
 def test_every_kind_of_axes_has_a_figure(tmp_path, saved, options, figure):
-    options = {"pairs": 8, **options}
-    if "model" in options:
+    options = {"pairs": 8, "model": "shipped", **options}
+    if options["model"] != "shipped":
         options["model"] = str(saved / options["model"])
-    page = run(tmp_path, **options)
-    assert (tmp_path / "figures" / f"{figure}.png").stat().st_size > 1000
-    largest = pd.read_csv(tmp_path / "effect.csv")["effect"].abs().max()
-    assert np.isfinite(largest) and f"{largest:.3g}" in page.read_text()
+    ready = prepare(Asked(folder=tmp_path / "new", **options))
+    [result] = ready.run_all(progress=False).values()
+    table = result.effect_table()
+    shown = {name: (drawn, caption) for name, drawn, caption, _ in figures(result, table, ready.opened, ready.pairs)}
+    drawn, caption = shown[figure]
+    assert "prompt" in caption and all(ax.get_ylabel() for ax in drawn.axes[:1]) and np.isfinite(table["effect"]).all()
+    said = " ".join([caption, *(ax.get_title() for ax in drawn.axes)])
+    assert ("largest" in said) == ("position" in ready.settings["by"] and "head" in ready.settings["by"])
 
 
 def test_a_peak_is_chosen_on_half_the_prompts_and_estimated_on_the_others():

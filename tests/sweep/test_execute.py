@@ -79,7 +79,8 @@ def test_a_chunk_takes_no_more_rows_than_the_budget_allows(monkeypatch, name):
         seen.clear()
         patch_sweep(pair.model, pair.clean, pair.corrupted, READ, sites, by, budget=budget, check=0)
         assert seen and max(seen) <= budget / job.cost.bytes_per_row
-    assert len(set(cells)) > 1, "more memory, larger chunks"
+    if name != "left padding":  # whose few rows are one chunk at once
+        assert len(set(cells)) > 1, "more memory, larger chunks"
 
 
 @pytest.mark.xfail(strict=True, reason="Full._batch rounds a chunk up to a power of two, past what the budget allows")
@@ -259,7 +260,7 @@ class Greedy(Metric):
     """Says that it reads two entries, and reads the whole vocabulary."""
 
     def read(self, logits, inputs):
-        return super().read(logits, inputs) + logits[:, -1:].mean(-1, keepdim=True).square()
+        return super().read(logits, inputs) * (1 + logits[:, -1:].mean(-1, keepdim=True).square())
 
 
 @pytest.mark.parametrize("kind", [Careless, Greedy])
