@@ -34,12 +34,21 @@ WORK = {
     "unembedded rows": "tokens unembedded",
     "forwards": "full forward passes",
 }
-LIMITS = (
-    "One model: n = 1 for every statement about models in general. The prompts are the units that were averaged over.",
+UNITS = (
+    "One model: n = 1 for every statement about models in general. The prompts are the units that were averaged over."
+)
+PATCHED = (
+    UNITS,
     "An effect is a ratio of means over prompts, not a mean of ratios; it can be below 0 or above 1. Effects of different places "
     "overlap and do not add up to 1.",
     "Patching measures which values the answer passes through, not which weights store it. The last layer's stream at the "
     "position that is read restores or breaks everything by construction.",
+)
+ABLATED = (
+    UNITS,
+    "An effect is the mean over prompts of ablated − unchanged. Zero, mean and resampled values answer different questions and "
+    "need not agree; an ablated value may be one that the model never sees.",
+    "Effects of different places overlap and do not add up.",
 )
 FILES = (
     ("effect.csv", "one row per direction × site × cell: the effect, and n, the prompts behind it"),
@@ -59,7 +68,10 @@ def write_page(ready: Ready, results: Mapping[str, SweepResult], effects: pd.Dat
     sections = [_run_section(ready, results)]
     for name, result in results.items():
         sections.append(_effects_section(ready, name, result, effects[effects["direction"] == name]))
-    sections += [_work_section(ready, results), _list("What these numbers are not", LIMITS)]
+    sections += [
+        _work_section(ready, results),
+        _list("What these numbers are not", ABLATED if ready.asked.ablates else PATCHED),
+    ]
     sections.append(provenance_section(folder, ready.started, config=ready.settings, seed=0))
     there = [f"{name}: {what}." for name, what in FILES if (folder / name.split(",")[0]).exists()]
     sections.append(_list("Files", there))

@@ -274,13 +274,13 @@ def test_a_metric_that_reads_what_it_does_not_declare_is_noticed(pair, kind):
 
 
 def test_the_check_looks_at_cells_that_change_and_keeps_the_largest_difference(monkeypatch, pair):
-    checked, original = [], Job._full_value
+    checked, original = [], Job._full_values
 
-    def value(self, cell, example):
-        checked.append((cell, example))
-        return original(self, cell, example) + 1e-11
+    def values(self, pairs):
+        checked.extend(pairs)
+        return [value + 1e-11 for value in original(self, pairs)]
 
-    monkeypatch.setattr(Job, "_full_value", value)
+    monkeypatch.setattr(Job, "_full_values", values)
     got = sweep(pair, check=5)
     assert got.checks == 5 == len(set(checked))
     assert got.checked == pytest.approx(1e-11, rel=0.01)
@@ -292,13 +292,13 @@ def test_the_check_looks_at_cells_that_change_and_keeps_the_largest_difference(m
 
 
 def test_the_message_names_the_cell(monkeypatch, pair):
-    monkeypatch.setattr(Job, "_full_value", lambda self, cell, example: 1e6)
+    monkeypatch.setattr(Job, "_full_values", lambda self, pairs: [1e6] * len(pairs))
     with pytest.raises(SweepCheckError, match=r"resid_pre, layer \d, position \d, example \d: .* full run gives 1e\+06"):
         sweep(pair)
 
 
 def test_a_nan_is_a_difference(monkeypatch, pair):
-    monkeypatch.setattr(Job, "_full_value", lambda self, cell, example: float("nan"))
+    monkeypatch.setattr(Job, "_full_values", lambda self, pairs: [float("nan")] * len(pairs))
     with pytest.raises(SweepCheckError):
         sweep(pair)
 

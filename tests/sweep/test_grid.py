@@ -95,7 +95,8 @@ def test_roles_of_the_source_name_the_encoders_positions():
 def test_one_position_of_the_list_twice(pair):
     got = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, "z", positions=[3, -2, 3])
     assert got.coordinates["z"][1] == [3, -2, 3]
-    assert torch.equal(got.values["z"][:, 0], got.values["z"][:, 2]) and torch.equal(got.values["z"][:, 0], got.values["z"][:, 1])
+    for other in (1, 2):
+        assert_close(got.values["z"][:, other], got.values["z"][:, 0])
 
 
 TRANSLATOR = pair_of(Case(translator(n_layers=2, n_encoder_layers=2)), (1,))
@@ -151,12 +152,13 @@ def test_pairs_may_differ_in_their_tokens_only():
     refused(Case(small(kind="prefix-decoder"), prefixes=(1, 2)), "differ in prefix_length", prefix_length=torch.tensor([1, 1]))
     refused(Case(translator()), r"sources have shape \(2, 4\)", source=torch.zeros(2, 3).long())
     refused(Case(translator()), r"sources of pair\(s\) \[1\]", source_mask=torch.tensor([[True] * 4, [True] * 3 + [False]]))
-    refused(Case(small()), "role 'own' stands at different positions", roles={"own": torch.tensor([0, 1])})
-    refused(Case(small()), "role 'late' stands at", roles={})
+    refused(Case(small()), "role 'late' stands at different positions", roles={"late": torch.tensor([0, 1])})
+    refused(Case(small()), "role 'late' stands at different", roles={})
 
 
-@pytest.mark.xfail(strict=True, reason="check_pairs does not compare roles, and one Reading with the clean prompts' roles serves both")
-@pytest.mark.parametrize("direction", ["denoising", "noising"])
+@pytest.mark.parametrize("direction", [pytest.param("denoising", marks=pytest.mark.xfail(
+    strict=True, reason="check_pairs does not compare roles, and the clean prompts' Reading serves cells of the corrupted run")),
+    "noising"])  # fmt: skip
 def test_a_metric_at_a_role_that_moves_between_the_prompts(pair, direction):
     """Either it is refused, or every cell reads the role of the run that it changes, as the reference does."""
     moved = replace(pair.corrupted, roles={**pair.corrupted.roles, "own": torch.tensor([4, 4, 4])})
@@ -167,7 +169,8 @@ def test_a_metric_at_a_role_that_moves_between_the_prompts(pair, direction):
         return
     source, base = (pair.clean, moved) if direction == "denoising" else (moved, pair.clean)
     held = values_of(pair.model, source)
-    cells = [Replace(f"{layer}.resid_pre", held[f"{layer}.resid_pre"], at=position) for layer in range(4) for position in range(5)]
+    cells = [Replace(f"{layer}.resid_pre", held[f"{layer}.resid_pre"][:, position], at=position)
+             for layer in range(4) for position in range(5)]  # fmt: skip
     expected = run_many(pair.model, base, cells, read, engine="reference").values["cells"]
     assert_close(got.values["resid_pre"].flatten(0, 1), expected)
 
