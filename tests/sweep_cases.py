@@ -48,7 +48,7 @@ def pair_of(case: Case, differ: tuple[int, ...] = (1, 3)) -> Pair:
     clean = replace(inputs, roles=roles, source_roles=source_roles)
     corrupted = replace(clean, tokens=_other(clean.tokens, differ))
     if clean.source is not None:
-        corrupted = replace(corrupted, source=_other(clean.source, differ[:1]))
+        corrupted = replace(corrupted, source=_other(clean.source, differ[:2]))
     return Pair(model, clean, corrupted)
 
 

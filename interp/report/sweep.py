@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from interp.model.transformer import Transformer
 from interp.report.parts import fingerprint
 from interp.report.sweep_inputs import Opened, given_pair, open_model, task_pairs
 from interp.report.sweep_page import count, write_page
-from interp.sweep import SweepPlan, SweepResult, ablation_sweep, plan_sweep
+from interp.sweep import SweepPlan, SweepResult, plan_ablation, plan_sweep
 from interp.sweep.execute import Estimate
 from interp.tasks.task import Pairs
 
@@ -105,7 +104,7 @@ class Ready:
     asked: Asked
     opened: Opened
     pairs: Pairs
-    plans: Mapping[str, SweepPlan]  # by direction; an ablation's has as many cells of the same rows
+    plans: Mapping[str, SweepPlan]  # by direction
     estimates: Mapping[str, Estimate]
     settings: dict[str, Any]
     started: float
@@ -139,17 +138,8 @@ class Ready:
 
     def run_all(self, progress: bool = True) -> dict[str, SweepResult]:
         """Every cell, by direction; what is finished is kept in the folder."""
-        return {name: self._one(name, plan, progress) for name, plan in self.plans.items()}
-
-    def _one(self, name: str, plan: SweepPlan, progress: bool) -> SweepResult:
-        asked, kept = self.asked, _checkpoint(self.asked.folder, name)
-        if not asked.ablates:
-            return plan.run(asked.check, kept, progress)
-        sites, by, value = groups(self.settings["sites"]), self.settings["by"], asked.ablate
-        return ablation_sweep(
-            self.opened.model, self.pairs.clean, metric_of(self.pairs), value, sites, by,  # type: ignore[arg-type]
-            check=asked.check, checkpoint=kept, progress=progress, **asked.manner,
-        )  # fmt: skip
+        check, folder = self.asked.check, self.asked.folder
+        return {name: plan.run(check, _checkpoint(folder, name), progress) for name, plan in self.plans.items()}
 
 
 def prepare(asked: Asked) -> Ready:
@@ -201,21 +191,16 @@ def metric_of(pairs: Pairs) -> Metric:
 def _plans(
     asked: Asked, opened: Opened, pairs: Pairs, sites: Sequence[str], by: tuple[str, ...]
 ) -> dict[str, SweepPlan]:
-    """One plan per direction; of an ablation, a patch of every token: as many cells, each with the same rows."""
-    both = {"denoising": ["denoising"], "noising": ["noising"], "both": ["denoising", "noising"]}
-    names = [f"ablation ({asked.ablate})"] if asked.ablates else both[asked.direction]
-    clean, corrupted = pairs.clean, pairs.corrupted
+    """One plan per direction, or the ablation's."""
+    model, metric, names = opened.model, metric_of(pairs), groups(sites)
     if asked.ablates:
-        vocab = opened.model.config.vocab
-        source = None if clean.source is None else (clean.source + 1) % vocab
-        corrupted = dataclasses.replace(clean, tokens=(clean.tokens + 1) % vocab, source=source)
-    plans = {}
-    for name in names:
-        direction = "denoising" if name == "denoising" else "noising"
-        plans[name] = plan_sweep(
-            opened.model, clean, corrupted, metric_of(pairs), groups(sites), by, direction, **asked.manner
-        )
-    for name, plan in plans.items() if not asked.ablates else ():  # equal baselines are refused now, not after the run
+        value: Any = asked.ablate
+        plan = plan_ablation(model, pairs.clean, metric, value, names, by, **asked.manner)
+        return {f"ablation ({asked.ablate})": plan}
+    directions: Any = ("denoising", "noising") if asked.direction == "both" else (asked.direction,)
+    plans = {one: plan_sweep(model, pairs.clean, pairs.corrupted, metric, names, by, one, **asked.manner)
+             for one in directions}  # fmt: skip
+    for name, plan in plans.items():  # equal baselines are refused now, not after the run
         SweepResult("logit_difference", "logits", name, {}, {}, {}, plan.clean, plan.corrupted).effect()
     return plans
 

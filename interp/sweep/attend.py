@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interp.model.attention import Attention, softmax_or_zero
 from interp.model.tap import Tap
-from interp.sweep.layout import Bucket
+from interp.sweep.layout import Bucket, Padded
 
 
 class Slots:
@@ -26,18 +26,13 @@ class Slots:
 
     def __init__(self, bucket: Bucket, edges: Tensor, cross: bool) -> None:
         device = edges.device
-        new, positions, real = (
-            (bucket.memory, bucket.memory_positions, bucket.memory_real)
-            if cross
-            else (bucket.new, bucket.key_positions, bucket.key_real)
-        )
+        queries, new = bucket.queries, bucket.memory if cross else bucket.new
         self.examples, self.each = bucket.examples, bucket.each
-        self.rows, self.new = _span(bucket.rows, bucket.real, device), _span(new, real, device)
-        self.real = None if bucket.real.all() else torch.from_numpy(bucket.real).to(device)
-        self.first = int(bucket.rows[0, 0])
-        self.count = int(bucket.real.sum())
+        self.rows, self.new = _span(queries, device), _span(new, device)
+        self.real = None if queries.real.all() else torch.from_numpy(queries.real).to(device)
+        self.first, self.count = int(queries.index[0, 0]), int(queries.real.sum())
         example, query, key, own = (
-            torch.from_numpy(array).to(device) for array in (bucket.example, bucket.positions, positions, real)
+            torch.from_numpy(array).to(device) for array in (bucket.example, queries.position, new.position, new.real)
         )
         if len(edges) == 1:
             example = torch.zeros_like(example)
@@ -150,10 +145,11 @@ class Reader:
         return torch.cat([wide[..., : slots.stop], wide.gather(-1, keys)], -1).masked_fill(slots.closed, shut)
 
 
-def _span(index: np.ndarray, real: np.ndarray, device: torch.device) -> Any:
+def _span(padded: Padded, device: torch.device) -> Any:
     """Rows that lie one after another as a slice with a shape, which saves a copy; others as indices."""
+    index = padded.index
     first = int(index[0, 0]) if index.size else 0
-    if index.size and real.all() and (index.reshape(-1) == np.arange(first, first + index.size)).all():
+    if index.size and padded.real.all() and (index.reshape(-1) == np.arange(first, first + index.size)).all():
         return slice(first, first + index.size), index.shape
     return torch.from_numpy(index).to(device)
 

@@ -218,14 +218,19 @@ class Job:
         """The metric of some (cell, example) pairs by full forwards, which know nothing of rows and layouts."""
         inputs, read = self.base.inputs, self.reading.of_full
         if not (self.exact == "rounding" and self.cells.separable and isinstance(self.executor, Walk)):
-            runs = [run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.wanted) for cell, _ in pairs]
+            runs = [
+                run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.wanted) for cell, _ in pairs
+            ]
             return [float(read(found.logits)[example]) for found, (_, example) in zip(runs, pairs, strict=True)]
         changes = [self.cells.interventions(cell, example) for cell, example in pairs]
         alone = [inputs.select([example]) for _, example in pairs]
         with torch.no_grad():  # one batch of single examples, each with its own cell's changes
             chosen = inputs.select([example for _, example in pairs])
             logits = self.model(chosen, ManyTap(changes, alone, set(self.wanted)))
-        return [float(read(one.expand(inputs.batch, -1, -1))[example]) for one, (_, example) in zip(logits, pairs, strict=True)]
+        return [
+            float(read(one.expand(inputs.batch, -1, -1))[example])
+            for one, (_, example) in zip(logits, pairs, strict=True)
+        ]
 
 
 def can_walk(model: Hookable, cells: Cells) -> bool:

@@ -14,7 +14,7 @@ from interp.at import positions, side
 from interp.hookable import Hookable
 from interp.interventions import Intervention
 from interp.model.inputs import Inputs
-from interp.sites import SITES, Site, expand
+from interp.sites import SITES, Site, UnknownSiteError, expand, suggest
 from interp.sweep.cells import Grid, GridWrite
 from interp.sweep.errors import SweepError
 
@@ -177,7 +177,10 @@ def layer_spans(layers: tuple[int | None, ...], by: tuple[str, ...], window: int
 
 def _sites(model: Hookable, name: Any, by: tuple[str, ...]) -> list[Site]:
     """Every layer's site of one name, each with the axes that are swept."""
-    if not isinstance(name, str) or name.split(".")[-1] not in SITES or name.partition(".")[0].isdecimal():
+    if isinstance(name, str) and name.split(".")[-1] not in SITES:
+        unknown = name.split(".")[-1]
+        raise UnknownSiteError(f"unknown site {unknown!r}{suggest(unknown, SITES)}; allowed: {', '.join(SITES)}")
+    if not isinstance(name, str) or name.removeprefix("encoder.").removeprefix("decoder.") not in SITES:
         raise SweepError(f"sites holds {name!r}; allowed: names without a layer, such as 'z' or 'attn_out' (layers are an "
                          "axis of the sweep)")  # fmt: skip
     found = expand(name, model.sites)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,25 +17,27 @@ from interp.sites import Site
 from interp.sweep.cells import Rows
 
 
+class Padded(NamedTuple):
+    """Entries of each sequence, left-aligned to one width [sequence entry]: their number, their position, which are real."""
+
+    index: np.ndarray
+    position: np.ndarray
+    real: np.ndarray
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Sequences of about equal size, as many of every example, padded to one rectangle: `examples`, `each` of them.
 
-    rows [sequence query]: which of the layer's rows each query is; positions [sequence query]; real [sequence query] bool.
-    new [sequence key]: which of the new keys (rows, then extra; or the memory's) a sequence has, key_positions, key_real.
+    queries: which of the layer's rows each sequence has. new: which of the new keys, the rows' and then the extra ones'.
+    memory: which of the memory's rows.
     """
 
     examples: np.ndarray
     each: int
-    rows: np.ndarray
-    positions: np.ndarray
-    real: np.ndarray
-    new: np.ndarray
-    key_positions: np.ndarray
-    key_real: np.ndarray
-    memory: np.ndarray
-    memory_positions: np.ndarray
-    memory_real: np.ndarray
+    queries: Padded
+    new: Padded
+    memory: Padded
 
     @property
     def example(self) -> np.ndarray:
@@ -169,23 +172,22 @@ def _buckets(rows: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: n
             examples.append(example[runs[0][0]])
             stop = runs.pop(0)[1]
         part = slice(first, stop)
-        queries, positions, real = _padded(rows[part], ends[0][first])
-        others, other_positions, other_real = _padded(extra[part], ends[0][-1] + ends[1][first])
-        new = [np.concatenate(pair, 1) for pair in ((queries, others), (positions, other_positions), (real, other_real))]
-        source = _padded(memory[part], ends[2][first])
-        buckets.append(Bucket(np.array(examples), each, queries, positions, real, *new, *source))
+        queries = _padded(rows[part], ends[0][first])
+        others = _padded(extra[part], ends[0][-1] + ends[1][first])
+        new = Padded(*(np.concatenate(pair, 1) for pair in zip(queries, others, strict=True)))
+        buckets.append(Bucket(np.array(examples), each, queries, new, _padded(memory[part], ends[2][first])))
     return tuple(buckets)
 
 
-def _padded(mask: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The set entries of each row of a mask, left-aligned: their number counted on from `start`, their column, which are real."""
+def _padded(mask: np.ndarray, start: int) -> Padded:
+    """The set entries of each row of a mask, numbered on from `start`."""
     counts = mask.sum(1)
     width = int(counts.max(initial=0))
     real = np.arange(width)[None] < counts[:, None]
     number, column = np.full(real.shape, start), np.zeros(real.shape, dtype=np.int64)
     number[real] = start + np.arange(int(counts.sum()))
     column[real] = np.nonzero(mask)[1]
-    return number, column, real
+    return Padded(number, column, real)
 
 
 def middle_of(config: ModelConfig) -> str:

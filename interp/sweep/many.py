@@ -64,6 +64,51 @@ def run_many(
     return plan.run(check, checkpoint, progress)
 
 
+def plan_ablation(
+    model: Hookable,
+    inputs: Any,
+    metric: Metric | Callable[[Tensor], Tensor],
+    value: Ablation = "zero",
+    sites: str | Sequence[str | Sequence[str]] = ("attn_out", "ffn_out"),
+    by: str | Sequence[str] = ("layer", "position"),
+    reference: Run | None = None,
+    std: float = 1.0,
+    seed: int = 0,
+    engine: Engine = "fast",
+    exact: Exact = "rounding",
+    window: int = 1,
+    positions: Sequence[int] | None = None,
+    budget: float | None = None,
+    tokenizer: Any = None,
+    prefix: Sequence[int] | None = None,
+) -> SweepPlan:
+    """An ablation sweep with its unchanged run made and nothing else computed: see `ablation_sweep`, which runs it."""
+    if value not in ("zero", "mean", "resample", "noise"):
+        raise SweepError(f"value={value!r} is not allowed; allowed: 'zero', 'mean', 'resample', 'noise'")
+    inputs = prepare(model, inputs, tokenizer, prefix)
+    groups = site_groups(model, sites, by, window)
+    wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
+    held = run(model, inputs, record=wanted, wanted=wanted) if reference is None else reference
+    _own_run(model, held)
+    shapes = {site: tuple(held.cache[site].shape) for site in wanted}
+    grids = site_grids(groups, by, shapes, inputs, None, window, positions)
+    jobs: list[tuple[SiteGrid, Any]] = []
+    for grid in grids:
+        if value == "zero":
+            zeros = {site: torch.zeros_like(held.cache[site]) for site in grid.sites}
+            jobs.append((grid, grid.cells(zeros, model.sites)))
+            continue
+        places = grid.cells(held.cache, model.sites)
+        make = {
+            "mean": lambda site, at: Mean(site, held, at=at),
+            "resample": lambda site, at: Resample(site, seed=seed, reference=held, at=at),
+            "noise": lambda site, at: AddNoise(site, std=std, seed=seed, at=at),
+        }[value]
+        cells = [[make(one.place, one.at) for one in places.interventions(i)] for i in range(len(places))]  # type: ignore[attr-defined]
+        jobs.append((grid, cells))
+    return listed_plan(model, inputs, jobs, metric, (), engine, exact, budget, f"ablation ({value})", wanted)
+
+
 def ablation_sweep(
     model: Hookable,
     inputs: Any,
@@ -91,30 +136,8 @@ def ablation_sweep(
     another example's value of `reference`, a derangement drawn from `seed`; "noise", Gaussian of standard deviation `std` added.
     Other arguments as in `patch_sweep`; `effect()` is the mean of ablated − clean in the metric's unit.
     """
-    if value not in ("zero", "mean", "resample", "noise"):
-        raise SweepError(f"value={value!r} is not allowed; allowed: 'zero', 'mean', 'resample', 'noise'")
-    inputs = prepare(model, inputs, tokenizer, prefix)
-    groups = site_groups(model, sites, by, window)
-    wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
-    held = run(model, inputs, record=wanted, wanted=wanted) if reference is None else reference
-    _own_run(model, held)
-    shapes = {site: tuple(held.cache[site].shape) for site in wanted}
-    grids = site_grids(groups, by, shapes, inputs, None, window, positions)
-    jobs: list[tuple[SiteGrid, Any]] = []
-    for grid in grids:
-        if value == "zero":
-            zeros = {site: torch.zeros_like(held.cache[site]) for site in grid.sites}
-            jobs.append((grid, grid.cells(zeros, model.sites)))
-            continue
-        places = grid.cells(held.cache, model.sites)
-        make = {
-            "mean": lambda site, at: Mean(site, held, at=at),
-            "resample": lambda site, at: Resample(site, seed=seed, reference=held, at=at),
-            "noise": lambda site, at: AddNoise(site, std=std, seed=seed, at=at),
-        }[value]
-        cells = [[make(one.place, one.at) for one in places.interventions(i)] for i in range(len(places))]  # type: ignore[attr-defined]
-        jobs.append((grid, cells))
-    plan = listed_plan(model, inputs, jobs, metric, (), engine, exact, budget, f"ablation ({value})", wanted)
+    plan = plan_ablation(model, inputs, metric, value, sites, by, reference, std, seed, engine, exact, window, positions, budget,
+                         tokenizer, prefix)  # fmt: skip
     return plan.run(check, checkpoint, progress)
 
 
