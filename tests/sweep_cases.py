@@ -222,8 +222,7 @@ CASES = {
 
 
 # The default tests' share: every kind, both norm positions, padding on either side.
-FEW = ("modern", "post-norm", "sums only", "window", "everything", "left padding", "encoder, padded", "prefix, padded",
-       "two stacks, padded", "two stacks, window")  # fmt: skip
+FEW = ("modern", "post-norm", "everything", "encoder, padded", "prefix, padded", "two stacks, padded")
 AXES = (("layer", "role"), ("layer", "position"), ("layer", "head"), ("layer",), ("head",), ("layer", "neuron"), ("role",),
         ("head", "role", "layer"), ("neuron", "position"), ("position",))  # fmt: skip
 

@@ -38,13 +38,15 @@ def fault(name: str, *targets: tuple[Any, str]) -> Callable[[Callable[..., Any]]
 
 
 @fault("own keys stand beside the base run's, not instead", (Slots, "__init__"))
-def _(original, self, bucket, edges, cross):
-    original(self, bucket, edges, cross)
-    if len(edges) > 1 or cross:
-        return
-    opened = edges[0][torch.from_numpy(bucket.positions).to(edges.device)][..., : self.stop]
-    base_part = self.split(opened)[:, None, :, None]
-    self.closed = torch.cat([~base_part, self.closed[..., self.stop :]], -1)
+def _(original, self, *arguments, **named):
+    original(self, *arguments, **named)
+    base, own = self.closed.clone()[..., : self.stop], self.closed[..., self.stop :]
+    keys = self.split(self.key)[:, None, :, None]
+    for example, _, each, _, query, key in (~own).nonzero().tolist():
+        position = int(keys[example, 0, each, 0, key])
+        if position < self.stop:
+            base[example, 0, each, 0, query, position] = False
+    self.closed = torch.cat([base, own], -1)
 
 
 @fault("closed edges are read", (Slots, "__init__"))
@@ -58,11 +60,6 @@ def _(original, self, bucket, edges, cross):
     if self.stop > 1:
         keep = [i for i in range(self.closed.shape[-1]) if i != self.stop - 1]
         self.closed, self.stop = self.closed[..., keep], self.stop - 1
-
-
-@fault("padding of a rectangle is read as a key", (Slots, "__init__"))
-def _(original, self, bucket, edges, cross):
-    original(self, replace(bucket, key_real=np.ones_like(bucket.key_real)), edges, cross)
 
 
 @fault("the base run's keys of another example", (Slots, "of"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from interp.hookable import Hookable
 from interp.interventions import Intervention
+from interp.metrics import Metric
 from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
 from interp.run import Cache, RunTap, check_weights, run
@@ -20,10 +21,11 @@ from interp.sweep.reading import Reading
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """One unpatched run: inputs, recorded sites, the slice that the metric reads [batch n_positions n_entries], its metric."""
+    """One unpatched run: inputs, recorded sites, what the metric reads, that slice [batch n_positions n_entries], its metric."""
 
     inputs: Inputs
     cache: Cache
+    reading: Reading
     slice: Tensor
     metric: Tensor
 
@@ -32,16 +34,17 @@ def record(
     model: Hookable,
     inputs: Inputs,
     sites: Iterable[Site],
-    reading: Reading,
+    metric: Metric | Callable[[Tensor], Tensor],
     change: Sequence[Intervention] = (),
     wanted: Sequence[Site] = (),
     whole: bool = False,
 ) -> Recorded:
     """One run of a sweep, made without logits that nothing reads. whole: with them, by `interp.run`."""
+    reading = Reading(metric, inputs, model.config.vocab)
     if whole or not isinstance(model, Transformer):
         found = run(model, inputs, record=list(sites), change=change, wanted=wanted)
         one = reading.of_run(found.logits)
-        return Recorded(inputs, found.cache, one, reading.of_full(found.logits, inputs))
+        return Recorded(inputs, found.cache, reading, one, reading.of_full(found.logits, inputs))
     tap = RunTap(model, inputs, list(sites), change, tuple(wanted))
     ends = [site for site in tap.wanted if site.layer is None and site.name not in ("embed", "pos_embed")]
     with torch.no_grad():
@@ -53,7 +56,7 @@ def record(
     tap.check_reached()
     if not bool(torch.isfinite(one.sum())):
         check_weights(model)
-    return Recorded(inputs, Cache(tap.recorded), one, reading.of_slice(one))
+    return Recorded(inputs, Cache(tap.recorded), reading, one, reading.of_slice(one))
 
 
 def unembed_at(model: Any, stream: Tensor, reading: Reading) -> Tensor:

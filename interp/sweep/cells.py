@@ -89,8 +89,19 @@ class Cells(ABC):
         """
 
     @abstractmethod
-    def write(self, site: Site, value: Tensor, rows: Rows, base: Mapping[Site, Tensor], inputs: Inputs) -> Tensor:
-        """value [row …] with the changes that each row's cell makes at this site."""
+    def write(
+        self,
+        site: Site,
+        value: Tensor,
+        rows: Rows,
+        base: Mapping[Site, Tensor],
+        inputs: Inputs,
+        taken: np.ndarray | None = None,
+    ) -> Tensor:
+        """value [row …] with the changes that each row's cell makes at this site.
+
+        taken [row] bool: values taken from the base run, which have its own changes already.
+        """
 
     @property
     def rowwise(self) -> bool:
@@ -216,7 +227,15 @@ class Grid(Cells):
             self._different[site] = (unequal.flatten(keep).any(-1) if unequal.ndim > keep else unequal).cpu().numpy()
         return self._different[site]
 
-    def write(self, site: Site, value: Tensor, rows: Rows, base: Mapping[Site, Tensor], inputs: Inputs) -> Tensor:
+    def write(
+        self,
+        site: Site,
+        value: Tensor,
+        rows: Rows,
+        base: Mapping[Site, Tensor],
+        inputs: Inputs,
+        taken: np.ndarray | None = None,
+    ) -> Tensor:
         at = self._places(rows.cell)
         for write, which in zip(self.writes, at.which, strict=True):
             if site not in write.sites:
@@ -298,22 +317,35 @@ class Listed(Cells):
                 found.setdefault(site, np.zeros((len(cells), *mask.shape), dtype=bool))[i] = mask
         return found
 
-    def write(self, site: Site, value: Tensor, rows: Rows, base: Mapping[Site, Tensor], inputs: Inputs) -> Tensor:
+    def write(
+        self,
+        site: Site,
+        value: Tensor,
+        rows: Rows,
+        base: Mapping[Site, Tensor],
+        inputs: Inputs,
+        taken: np.ndarray | None = None,
+    ) -> Tensor:
+        taken = np.zeros(len(rows), dtype=bool) if taken is None else taken
         for cell in np.unique(rows.cell):
-            changes = [change for change in self.interventions(int(cell)) if change.place == site]
-            if not changes:
-                continue
-            index = np.flatnonzero(rows.cell == cell)
-            example, position = (
-                torch.from_numpy(array[index]).to(value.device) for array in (rows.example, rows.position)
-            )
-            chosen = torch.from_numpy(index).to(value.device)
-            dense = base[site].clone().to(value.dtype)
-            in_rows(site, dense)[example, position] = value[chosen]
-            for change in changes:
-                dense = change.apply(dense, inputs)
-            value = value.clone()
-            value[chosen] = in_rows(site, dense)[example, position]
+            for again in (True, False):
+                made = self.changes[int(cell)] if again else self.interventions(int(cell))
+                changes = [change for change in made if change.place == site]
+                index = np.flatnonzero((rows.cell == cell) & (taken == again))
+                if changes and len(index):
+                    value = self._changed(site, value, index, rows, changes, base, inputs)
+        return value
+
+    def _changed(self, site, value: Tensor, index: np.ndarray, rows: Rows, changes, base, inputs: Inputs) -> Tensor:
+        """value with some changes made in the rows that `index` picks, each in the whole of its cell's batch."""
+        example, position = (torch.from_numpy(array[index]).to(value.device) for array in (rows.example, rows.position))
+        chosen = torch.from_numpy(index).to(value.device)
+        dense = base[site].clone().to(value.dtype)
+        in_rows(site, dense)[example, position] = value[chosen]
+        for change in changes:
+            dense = change.apply(dense, inputs)
+        value = value.clone()
+        value[chosen] = in_rows(site, dense)[example, position]
         return value
 
 

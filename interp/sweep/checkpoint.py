@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from interp.interventions import HasCache, Intervention
+from interp.metrics import Metric
 from interp.record import write_atomic
 from interp.sites import Site
 from interp.sweep.errors import SweepError
@@ -95,6 +97,13 @@ def _feed(digest: Any, thing: Any) -> None:
     elif isinstance(thing, list | tuple) and not isinstance(thing, Site):
         for one in thing:
             _feed(digest, one)
+    elif isinstance(thing, Metric):
+        _feed(digest, (thing.name, thing.positions, thing.entries, thing.unit, thing.function))
+    elif isinstance(thing, CodeType):
+        _feed(digest, (thing.co_code, thing.co_consts, thing.co_names))
+    elif isinstance(thing, FunctionType):  # what it does, and what it holds on to
+        closure = [cell.cell_contents for cell in thing.__closure__ or ()]
+        _feed(digest, (thing.__qualname__, thing.__code__, thing.__defaults__, closure))
     elif isinstance(thing, np.ndarray):
         digest.update(thing.tobytes())
     else:

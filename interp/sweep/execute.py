@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from interp.hookable import Hookable
+from interp.metrics import Metric
 from interp.model.transformer import Transformer
 from interp.run import run
 from interp.sites import Site
@@ -69,7 +70,6 @@ class Job:
     model: Hookable
     cells: Cells
     base: Recorded
-    reading: Reading
     exact: Exact = "rounding"
     engine: str = "fast"
     budget: float | None = None
@@ -78,13 +78,18 @@ class Job:
     wanted: Sequence[Site] = ()  # sites that every run of the sweep computes, so that all take the same numerical route
     work: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def reading(self) -> Reading:
+        """What the metric reads of the base run and of every cell."""
+        return self.base.reading
+
     @cached_property
     def executor(self) -> Any:
         """The walk, or full forwards where it cannot be used."""
         if self.engine == "fast" and self.exact == "rounding" and can_walk(self.model, self.cells):
             assert isinstance(self.model, Transformer)
-            return Walk(self.model, self.cells, self.base, self.reading)
-        return Full(self.model, self.cells, self.base, self.reading, self.wanted, self.exact == "bitwise")
+            return Walk(self.model, self.cells, self.base)
+        return Full(self.model, self.cells, self.base, self.wanted, self.exact == "bitwise")
 
     @cached_property
     def cost(self) -> Cost:
@@ -113,7 +118,13 @@ class Job:
         checkpoint = Checkpoint() if checkpoint is None else checkpoint
         empty = self.base.metric.new_zeros(len(self.cells), self.base.inputs.batch).cpu()
         mark = mark_of(
-            self.base.slice, self.base.metric, self.base.inputs.tokens, self.exact, self.engine, self.cells.identity()
+            self.reading.metric,
+            self.base.slice,
+            self.base.metric,
+            self.base.inputs.tokens,
+            self.exact,
+            self.engine,
+            self.cells.identity(),
         )
         values, done = checkpoint.part(self.name, mark, empty)
         bar = tqdm(disable=True) if bar is None else bar
@@ -217,7 +228,8 @@ class Job:
     def _full_values(self, pairs: list[tuple[int, int]]) -> list[float]:
         """The metric of some (cell, example) pairs by full forwards, which know nothing of rows and layouts."""
         inputs, read = self.base.inputs, self.reading.of_full
-        if not (self.exact == "rounding" and self.cells.separable and isinstance(self.executor, Walk)):
+        declared = isinstance(self.reading.metric, Metric)  # a plain function may compare examples
+        if not (declared and self.exact == "rounding" and self.cells.separable and isinstance(self.executor, Walk)):
             runs = [
                 run(self.model, inputs, change=self.cells.interventions(cell), wanted=self.wanted) for cell, _ in pairs
             ]

@@ -16,7 +16,6 @@ from interp.model.transformer import Transformer
 from interp.sites import Site
 from interp.sweep.base import Recorded
 from interp.sweep.cells import Cells
-from interp.sweep.reading import Reading
 
 
 class ManyTap:
@@ -48,13 +47,12 @@ class Full:
     single run. Equal to `interp.run` bit for bit then; otherwise up to rounding.
     """
 
-    def __init__(
-        self, model: Hookable, cells: Cells, base: Recorded, reading: Reading, wanted: Sequence[Site], bitwise: bool
-    ) -> None:
-        self.model, self.cells, self.base, self.reading, self.bitwise = model, cells, base, reading, bitwise
+    def __init__(self, model: Hookable, cells: Cells, base: Recorded, wanted: Sequence[Site], bitwise: bool) -> None:
+        self.model, self.cells, self.base, self.reading, self.bitwise = model, cells, base, base.reading, bitwise
         self.wanted = set(wanted)
         self.work: Counter[str] = Counter()
-        self.resumes = isinstance(model, Transformer) and model.encoder is None
+        # A recorded stream has the base run's own changes already; a run that resumes there would make them twice.
+        self.resumes = isinstance(model, Transformer) and model.encoder is None and not _inside(cells.always)
         self._sizes: dict[tuple[int, int], int] = {}
 
     @torch.no_grad()
@@ -106,7 +104,7 @@ class Full:
         """How many cells to run at once: all, or in bitwise mode as many as give the single run's bits."""
         if not self.bitwise:
             return count
-        size = 1 << (count - 1).bit_length() if count > 1 else 1
+        size = 1 << (count.bit_length() - 1)  # a chunk holds as many cells as the budget allows, so never more
         if (start, size) not in self._sizes:
             single, found = self._forward(start, [[]]), size
             while found > 1:
@@ -116,6 +114,11 @@ class Full:
                 found //= 2
             self._sizes[start, size] = found
         return self._sizes[start, size]
+
+
+def _inside(changes: Sequence[Intervention]) -> bool:
+    """Whether any change lies behind the embeddings."""
+    return any(change.place.name not in ("embed", "pos_embed") for change in changes)
 
 
 def _device(base: Recorded) -> torch.device:

@@ -23,7 +23,6 @@ from interp.sweep.errors import SweepError
 from interp.sweep.execute import Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, axes_of, check_choices, layer_spans, site_grids, site_groups
 from interp.sweep.patch import SweepPlan
-from interp.sweep.reading import Reading
 from interp.sweep.result import SweepResult
 
 Engine = Literal["fast", "reference"]
@@ -206,14 +205,14 @@ def listed_plan(
         for change in itertools.chain(always, *cells) if isinstance(cells, list) else ():
             _own_source(model, change)
     made = [Listed(cells, model.sites, always) if isinstance(cells, list) else cells for _, cells in jobs]
-    reading = Reading(metric, inputs, model.config.vocab)
     wanted = list(dict.fromkeys([*wanted, *(site for cells in made for site in cells.sites)]))
-    reads = [*wanted, *further_sites(model, engine, exact)]
-    base = record(model, inputs, reads, reading, always, wanted, engine == "reference" or exact == "bitwise")
+    own = [resolve(change.place, model.sites) for change in always]
+    reads = list(dict.fromkeys([*wanted, *own, *further_sites(model, engine, exact)]))
+    base = record(model, inputs, reads, metric, always, wanted, engine == "reference" or exact == "bitwise")
     planned = []
     for (grid, _), cells in zip(jobs, made, strict=True):
         fast = engine if engine == "reference" or can_walk(model, cells) else "full"
-        planned.append(Job(model, cells, base, reading, exact, fast, budget, grid.name, grid.label, wanted))
+        planned.append(Job(model, cells, base, exact, fast, budget, grid.name, grid.label, wanted))
     return SweepPlan(planned, [grid for grid, _ in jobs], direction, base.metric, None)
 
 

@@ -21,7 +21,6 @@ from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
 from interp.sweep.execute import Estimate, Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, check_choices, check_pairs, site_grids, site_groups
-from interp.sweep.reading import Reading
 from interp.sweep.result import SweepResult
 
 Direction = Literal["denoising", "noising"]
@@ -67,8 +66,8 @@ class SweepPlan:
                 work[name] = work.get(name, 0) + count
         first = self.jobs[0]
         return SweepResult(
-            metric=first.reading.name,
-            unit=first.reading.unit,
+            metric=first.base.reading.name,
+            unit=first.base.reading.unit,
             direction=self.direction,
             values={grid.name: one.values.unflatten(0, grid.shape) for grid, one in zip(self.grids, done, strict=True)},
             axes={grid.name: grid.axes for grid in self.grids},
@@ -109,24 +108,21 @@ def plan_sweep(
     check_choices(direction=direction, engine=engine, exact=exact, budget=budget)
     groups = site_groups(model, sites, by, window)
     wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
-    reading = Reading(metric, clean, model.config.vocab)
-    reads = [*wanted, *further_sites(model, engine, exact)]
-    whole = engine == "reference" or exact == "bitwise"
-    runs = {
-        "clean": record(model, clean, reads, reading, (), wanted, whole),
-        "corrupted": record(model, other, reads, Reading(metric, other, model.config.vocab), changes, wanted, whole),
-    }
+    own = [resolve(change.place, model.sites) for change in changes]
+    whole, start = engine == "reference" or exact == "bitwise", "corrupted" if direction == "denoising" else "clean"
+    runs = {}
+    for key, inputs, made in (("clean", clean, ()), ("corrupted", other, changes)):
+        more = [*own, *further_sites(model, engine, exact)] if key == start else []  # cells start from this run
+        runs[key] = record(model, inputs, dict.fromkeys([*wanted, *more]), metric, made, wanted, whole)
+    base, source = runs[start], runs["clean" if start == "corrupted" else "corrupted"]
     shapes = {site: tuple(runs["clean"].cache[site].shape) for site in wanted}
     grids = site_grids(groups, by, shapes, clean, other, window, positions)
-    source, base = (
-        runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean"))
-    )
     always = changes if direction == "denoising" else ()
     jobs = []
     for grid in grids:
         cells = _cells(model, grid, source, always)
         fast = engine if engine == "reference" or can_walk(model, cells) else "full"
-        jobs.append(Job(model, cells, base, reading, exact, fast, budget, grid.name, grid.label, wanted))
+        jobs.append(Job(model, cells, base, exact, fast, budget, grid.name, grid.label, wanted))
     return SweepPlan(jobs, grids, direction, runs["clean"].metric, runs["corrupted"].metric)
 
 

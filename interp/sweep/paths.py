@@ -30,7 +30,6 @@ from interp.sweep.errors import SweepError
 from interp.sweep.execute import Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups
 from interp.sweep.patch import Direction, SweepPlan
-from interp.sweep.reading import Reading
 from interp.sweep.result import SweepResult
 
 SENDERS = ("z", "head_out", "attn_out", "cross_z", "cross_head_out", "cross_out", "ffn_act", "ffn_out")
@@ -98,9 +97,8 @@ def path_patch(
     wanted = list(dict.fromkeys([*sending, *targets]))
     reads = list(dict.fromkeys([*wanted, *frozen, *streams, *further_sites(model, engine, exact)]))
     whole = engine == "reference" or exact == "bitwise"
-    reading = Reading(metric, clean, model.config.vocab)
-    runs = {"clean": record(model, clean, reads, reading, (), wanted, whole),
-            "corrupted": record(model, corrupted, reads, reading, (), wanted, whole)}  # fmt: skip
+    runs = {"clean": record(model, clean, reads, metric, (), wanted, whole),
+            "corrupted": record(model, corrupted, reads, metric, (), wanted, whole)}  # fmt: skip
     source, base = (
         runs[key] for key in (("clean", "corrupted") if direction == "denoising" else ("corrupted", "clean"))
     )
@@ -112,7 +110,7 @@ def path_patch(
     axes = ("receiver", *grid.axes)
     whole_grid = SiteGrid(f"{senders} → receiver", (), axes, (list(places), *grid.coordinates), (), None, 1)
     way = engine if engine == "reference" or can_walk(model, cells) else "full"
-    job = Job(model, cells, base, reading, exact, way, budget, whole_grid.name, whole_grid.label, wanted)
+    job = Job(model, cells, base, exact, way, budget, whole_grid.name, whole_grid.label, wanted)
     plan = SweepPlan([job], [whole_grid], direction, runs["clean"].metric, runs["corrupted"].metric)
     return plan.run(check, checkpoint, progress)
 

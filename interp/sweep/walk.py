@@ -24,14 +24,21 @@ from interp.sweep.attend import Reader, Slots
 from interp.sweep.base import Recorded
 from interp.sweep.cells import Cells, Rows
 from interp.sweep.layout import Layout, Reach, lay_out, middle_of, parts
-from interp.sweep.reading import Reading
 
 
 class RowTap:
     """Writes a chunk's changes into values laid out in rows, at the sites that its cells touch."""
 
-    def __init__(self, walk: Walk, sites: set[Site], rows: Rows, memory: Rows | None = None) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        sites: set[Site],
+        rows: Rows,
+        memory: Rows | None = None,
+        taken: tuple[Site, np.ndarray] | None = None,
+    ) -> None:
         self.walk, self.sites, self.rows, self.memory = walk, sites, rows, memory
+        self.taken = taken  # the site at which some rows come from the base run, and which
 
     def wants(self, site: Site) -> bool:
         return site in self.sites
@@ -41,7 +48,8 @@ class RowTap:
             return value
         rows = self.memory if site.name in ("cross_k", "cross_v") and self.memory is not None else self.rows
         base = self.walk.base
-        return self.walk.cells.write(site, value[0], rows, base.cache, base.inputs)[None]
+        taken = self.taken[1] if self.taken is not None and site == self.taken[0] else None
+        return self.walk.cells.write(site, value[0], rows, base.cache, base.inputs, taken)[None]
 
 
 @dataclass
@@ -66,6 +74,10 @@ class Live:
         found = base[_index(rows.example, base), _index(rows.position, base)]
         found[_index(live, base)] = self.stream[_index(slot[live], base)]
         return found
+
+    def missing(self, rows: Rows) -> np.ndarray:
+        """Which of the given tokens are not live [row] bool."""
+        return self.slot[rows.sequence, rows.position] < 0
 
     @staticmethod
     def of(stream: Tensor, rows: Rows, shape: tuple[int, ...]) -> Live:
@@ -119,14 +131,14 @@ class Stack:
 class Walk:
     """All that chunks share; calling it with a chunk's cells gives the slices that the metric reads."""
 
-    def __init__(self, model: Transformer, cells: Cells, base: Recorded, reading: Reading) -> None:
-        self.model, self.cells, self.base, self.reading = model, cells, base, reading
+    def __init__(self, model: Transformer, cells: Cells, base: Recorded) -> None:
+        self.model, self.cells, self.base, self.reading = model, cells, base, base.reading
         self.work: Counter[str] = Counter()
         self.dry = False  # count only
         self.sites = set(cells.sites) | {change.place for change in cells.always}
         config, inputs = model.config, base.inputs
         name = model.sites[-1].stack
-        self.decoder = Stack(model.blocks, config, inputs, reading.needed, name, base.cache, model.sites)
+        self.decoder = Stack(model.blocks, config, inputs, base.reading.needed, name, base.cache, model.sites)
         self.encoder = None
         if model.encoder is not None:
             mask = cross_edges(inputs).mask
@@ -244,12 +256,13 @@ class _Chunk:
         if len(layout.rows):
             x = live.gather(layout.rows, base)[None]
             reader = self._reader(stack, layer, live, layout, sites)
-            tap = RowTap(walk, sites, layout.rows, layout.memory)
+            tap = RowTap(walk, sites, layout.rows, layout.memory, (block.sites.resid_pre, live.missing(layout.rows)))
             edges = Edges(None, False, False, read=reader)
             middle = block.mix(x, tap, edges, stack.angles(layout.rows), None, self._memory(stack, layer, layout))[0]
         if len(layout.late):
             late = base_middle[_index(layout.late.example, middle), _index(layout.late.position, middle)]
-            late = RowTap(walk, sites, layout.late)(block.middle, late[None])[0]
+            every = np.ones(len(layout.late), dtype=bool)
+            late = RowTap(walk, sites, layout.late, taken=(block.middle, every))(block.middle, late[None])[0]
             middle = torch.cat([middle, late])
         return Live.of(block.feed(middle[None], RowTap(walk, sites - {block.middle}, rows))[0], rows, shape)
 
@@ -257,7 +270,7 @@ class _Chunk:
         block, extra = stack.blocks[layer], None
         if len(layout.extra):
             x = live.gather(layout.extra, stack.at("resid_pre", layer))[None]
-            tap = RowTap(self.walk, sites, layout.extra)
+            tap = RowTap(self.walk, sites, layout.extra, taken=(block.sites.resid_pre, live.missing(layout.extra)))
             k, v = block.keys_values(x, tap, stack.angles(layout.extra))
             extra = k[0], v[0]
         keys = stack.at("k_rot" if stack.config.rotates else "k", layer)

@@ -88,7 +88,7 @@ def test_untouched_cells_are_not_run_and_later_layers_resumed(monkeypatch):
     assert torch.equal(got.values["z"][:, :2], got.corrupted.expand(3, 2, 2)), "before the first difference"
 
 
-@pytest.mark.parametrize("allowed", [1, 2, 4])
+@pytest.mark.parametrize("allowed", [1, 2])
 def test_cells_share_a_forward_only_where_the_canary_has_the_single_runs_bits(monkeypatch, allowed):
     """A machine on which batches above `allowed` cells give other bits."""
     pair = pair_of(CASES["modern"], (0,))
