@@ -131,12 +131,16 @@ def _(original, *arguments):
 
 @fault("changed queries reach nothing", (walk, "parts"))
 def _(original, sites, layer, stack, middle):
-    return {site: reach for site, reach in original(sites, layer, stack, middle).items() if site.name not in ("q", "q_rot")}
+    return {
+        site: reach for site, reach in original(sites, layer, stack, middle).items() if site.name not in ("q", "q_rot")
+    }
 
 
 @fault("changed keys reach only their own token", (walk, "parts"))
 def _(original, sites, layer, stack, middle):
-    return {site: "row" if reach == "spread" else reach for site, reach in original(sites, layer, stack, middle).items()}
+    return {
+        site: "row" if reach == "spread" else reach for site, reach in original(sites, layer, stack, middle).items()
+    }
 
 
 @fault("changes of later layers get no rows", (walk._Chunk, "_by_reach"))

@@ -14,7 +14,7 @@ from sweep import test_execute as execution
 from sweep import test_full as full
 from sweep import test_paths as paths
 from sweep import test_result as results
-from sweep_cases import CASES, Pair, assert_close, by_hand, grid_cells, metric_of, pair_of, values_of
+from sweep_cases import CASES, Pair, assert_close, by_hand, grid_cells, joint, metric_of, pair_of, values_of
 from sweep_faults import SWEEP_FAULTS
 
 from interp import Add, Freeze, Replace, Resample, Scale, Zero, patch_sweep, run, run_many
@@ -68,7 +68,7 @@ class Known:
             n = self.pair.model.config.n_layers
             each = [cells[i * len(cells) // n : (i + 1) * len(cells) // n] for i in range(n)]
             spans = [range(max(0, i - 1), min(n, i + 2)) for i in range(n)]
-            cells = [sum((each[layer][i] for layer in span), []) for span in spans for i in range(len(each[0]))]
+            cells = [joint(each[layer][i] for layer in span) for span in spans for i in range(len(each[0]))]
         self.expected = by_hand(self.pair, cells, self.metric)
         self.scale = float(values["logits" if "logits" in values else "decoder.logits"].abs().max())
 
@@ -126,7 +126,9 @@ def checks(tmp_path_factory):
     """Name -> call."""
     modern, window = (pair_of(CASES[name], (0, 1, 3)) for name in ("modern", "window"))
     three = pair_of(Case(small(n_layers=3, n_heads=2), ((0, 0),) * 3), (1, 3))
-    padded, two, post = (pair_of(CASES[name], (0, 1, 3)) for name in ("left padding", "two stacks, padded", "post-norm"))
+    padded, two, post = (
+        pair_of(CASES[name], (0, 1, 3)) for name in ("left padding", "two stacks, padded", "post-norm")
+    )
     wide = pair_of(Case(small(n_layers=3), ((0, 0),) * 2, length=5), (1,))
     kept = pair_of(Case(small(), length=6), (1,))
     known = {
@@ -139,14 +141,19 @@ def checks(tmp_path_factory):
         "queries": Known(padded, "q", ("layer", "head"), metric_of("last", padded)),
         "source": Known(two, "encoder.resid_post", ("layer", "role"), metric_of("last", two)),
     }
-    listed = {"cells": Cells(three, metric_of("last", three), []),
-              "cells on changes": Cells(three, metric_of("last", three), [Scale("0.q", 2.0, at=(4, 0)), Add("1.ffn_act", 1.0, at=(slice(3, 5), 3))])}  # fmt: skip
+    always = [Scale("0.q", 2.0, at=(4, 0)), Add("1.ffn_act", 1.0, at=(slice(3, 5), 3))]
+    listed = {
+        "cells": Cells(three, metric_of("last", three), []),
+        "cells on changes": Cells(three, metric_of("last", three), always),
+    }
     path = tmp_path_factory.mktemp("faults")
     names = iter(range(1000))
     return {
         **{name: one.check for name, one in {**known, **listed}.items()},
         "full": lambda: check_full(modern),
-        "canary": lambda: with_patches(full.test_cells_share_a_forward_only_where_the_canary_has_the_single_runs_bits, 1),
+        "canary": lambda: with_patches(
+            full.test_cells_share_a_forward_only_where_the_canary_has_the_single_runs_bits, 1
+        ),
         "table": results.test_every_number_of_a_table_is_the_tensors,
         "paths": lambda: paths.check(three, {"v": ("2.v", ()), "out": ("logits", ())}, "z"),
         "two paths": lambda: paths.check(post, {"v": ("1.v", ())}, "attn_out", ("layer", "position")),
@@ -154,9 +161,15 @@ def checks(tmp_path_factory):
         "out of memory": lambda: with_patches(execution.test_a_chunk_that_does_not_fit_is_halved, wide),
         "budget": lambda: with_patches(execution.test_a_chunk_takes_no_more_rows_than_the_budget_allows, "modern"),
         "refused budget": lambda: execution.test_a_budget_smaller_than_a_cell_is_refused_with_both_numbers(wide),
-        "metric": lambda: execution.test_a_metric_that_reads_what_it_does_not_declare_is_noticed(wide, execution.Careless),
-        "other cells": lambda: checkpoints.test_another_sweeps_checkpoint_is_refused(path / str(next(names)), kept, "direction", "memory"),
-        "going on": lambda: with_patches(execution.test_an_interrupted_sweep_goes_on_where_it_was, path, wide, "memory", 2),
+        "metric": lambda: execution.test_a_metric_that_reads_what_it_does_not_declare_is_noticed(
+            wide, execution.Careless
+        ),
+        "other cells": lambda: checkpoints.test_another_sweeps_checkpoint_is_refused(
+            path / str(next(names)), kept, "direction", "memory"
+        ),
+        "going on": lambda: with_patches(
+            execution.test_an_interrupted_sweep_goes_on_where_it_was, path, wide, "memory", 2
+        ),
     }
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import Case, small, translator
 from sweep_cases import CASES, assert_close, metric_of, pair_of, values_of
 
@@ -51,7 +53,9 @@ def check(pair, cells, metric="last", change=(), inputs=None, **options):
     listed = [[cell] if isinstance(cell, Intervention) else list(cell) for cell in cells]
     base = run(pair.model, inputs, change=always)
     assert_close(got.clean, evaluate(read, base.logits, inputs))
-    expected = torch.stack([evaluate(read, run(pair.model, inputs, change=[*always, *cell]).logits, inputs) for cell in listed])
+    expected = torch.stack(
+        [evaluate(read, run(pair.model, inputs, change=[*always, *cell]).logits, inputs) for cell in listed]
+    )
     assert_close(got.values["cells"], expected, float(base.logits.abs().max()))
     assert bool(((expected - got.clean).abs().amax(1) > 1e-8).all()), "every cell must do something"
     return got
@@ -87,7 +91,7 @@ def test_several_changes_in_a_cell(pair, held):
         [Add("0.z", 0.4, at=(2, 1)), Scale("0.z", 3.0, at=(slice(1, 4), 1)), Zero("0.z", at=(3, 3))],
         [Scale("0.z", 3.0, at=(slice(1, 4), 1)), Add("0.z", 0.4, at=(2, 1))],
         [Zero("2.ffn_out"), Zero("0.attn_out", at=1), KnockOut("1.scores", at=(2, 4))],
-        [KnockOut("1.scores", at=(0, "late", "own")), Add("1.scores", 1.0, at=(1, 5, [0, 1])), Add("1.pattern", 0.2, at=(1, 4, 2))],
+        [KnockOut("1.scores", at=(0, "late", "own")), Add("1.scores", 1.0, at=(1, 5, [0, 1])), Add("1.pattern", 0.2, at=(1, 4))],
         [Replace("embed", held, at=1), Freeze("0.ffn_out", held, at=1), AddNoise("1.q", 0.3, at=(4, 2))],
         [Zero("1.v", at=(0, 1)), Zero("1.k", at=(0, 1)), Mean("2.head_out", held, at=(5, 1)), Scale("logits", 2.0)],
     ], "all")  # fmt: skip
@@ -100,15 +104,13 @@ def test_order_within_a_site_is_the_lists(pair):
 
 
 def test_severed_tracing(pair, held):
-    """A state is restored, and every later FFN (then: attention) output of that token is held at the corrupted run's (Meng 2022)."""
+    """A state is restored, and every later FFN (or attention) output of that token held at the corrupted run's (Meng 2022)."""
     corrupted = run(pair.model, pair.corrupted, record=["ffn_out", "attn_out"])
     cells = [
         [Replace(f"{layer}.resid_pre", held, at=position)]
         + [Freeze(f"{later}.{kind}", corrupted, at=position) for later in range(layer, 3)]
         for kind in ("ffn_out", "attn_out")
-        for layer in range(3)
-        for position in (1, 4, 5)
-        if layer == 2 and position == 5 or layer == 1 or (layer, position) == (0, 1)
+        for layer, position in ((0, 1), (1, 1), (1, 4), (1, 5), (2, 5))
     ]
     got = check(pair, cells, "last")
     whole = check(pair, [cell[:1] for cell in cells], "last")
@@ -133,7 +135,8 @@ LATER = [
 
 @pytest.mark.parametrize(("change", "sites"), LATER)
 def test_changes_of_the_base_run_inside_the_blocks(pair, change, sites):
-    check(pair, [Scale(site, 0.5, at=(slice(None), 5)) if "scores" in site else Scale(site, 0.5) for site in sites], change=change)
+    at = {"scores": (slice(None), 5)}
+    check(pair, [Scale(site, 0.5, at=at.get(site.split(".")[-1], ())) for site in sites], change=change)
 
 
 @pytest.mark.parametrize("options", [{"exact": "bitwise"}, {}])
@@ -198,6 +201,62 @@ def test_padded_and_prefixed_and_translating_models():
     ], "kl")  # fmt: skip
 
 
+def random_change(draw, pair, held, depth: int) -> Intervention:
+    """Any change at any site of the model, at one token's row, at roles, or everywhere."""
+    site = draw(st.sampled_from(pair.model.sites))
+    edges = site.spec.axes[0] == "head"
+    kinds = ["scale", "add", "zero", "freeze", "noise", *(["cut"] if site.name in ("scores", "cross_scores") else [])]
+    kind = draw(st.sampled_from(kinds))
+    side = site.stack == "encoder" or site.name in ("cross_k", "cross_v")
+    row = draw(st.sampled_from([slice(None), *(["word"] if side else ["own", "late"])]))
+    at = (draw(st.sampled_from([0, slice(None)])), row) if edges else (row,)
+    if kind == "cut":
+        return KnockOut(site, at=at)
+    if kind == "freeze":
+        return Freeze(site, held, at=at)
+    if kind == "zero" and "scale" not in site.name:
+        return Zero(site, at=at)
+    if kind == "add" and "scale" not in site.name:
+        return Add(site, 0.7 + depth, at=at)
+    return AddNoise(site, 0.1, seed=depth, at=at) if kind == "noise" else Scale(site, 1.4 + depth, at=at)
+
+
+@st.composite
+def many_changes(draw):
+    """A model of any kind, a few cells of a few changes, and sometimes changes of the base run."""
+    pair = pair_of(CASES[draw(st.sampled_from(sorted(CASES)))], (0, 1, 3))
+    held = run(pair.model, pair.clean, record=[str(site) for site in pair.model.sites])
+    lists = [
+        [random_change(draw, pair, held, i) for i in range(draw(st.integers(1, 3)))]
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+    always = [random_change(draw, pair, held, i + 3) for i in range(draw(st.sampled_from([0, 0, 1, 2])))]
+    return pair, lists, always
+
+
+def check_changes(case, exact="rounding") -> None:
+    """Cells at once are what single runs are."""
+    pair, cells, always = case
+    read = metric_of("all" if pair.corrupted.mask is None else "role", pair)
+    got = run_many(pair.model, pair.corrupted, cells, read, change=always, check=0, exact=exact)
+    logits = [run(pair.model, pair.corrupted, change=[*always, *cell]).logits for cell in cells]
+    expected = torch.stack([evaluate(read, one, pair.corrupted) for one in logits])
+    assert_close(got.values["cells"], expected, max(float(one.abs().max()) for one in logits))
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(many_changes())
+def test_any_changes_at_once_are_what_single_runs_are(case):
+    check_changes(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(many_changes(), st.sampled_from(["rounding", "bitwise"]))
+def test_many_changes_at_once_are_what_single_runs_are(case, exact):
+    check_changes(case, exact)
+
+
 # What counts as a change
 
 
@@ -205,7 +264,9 @@ def test_only_rows_with_other_values_are_touched(pair, held):
     site = pair.model.sites[0]
     base = run(pair.model, pair.corrupted, record=[str(one) for one in pair.model.sites]).cache
     source = held.cache
-    cells = Listed([[Replace("embed", held)], [Replace("embed", held, at=2)], [Zero("1.z", at=(3, 1))], []], pair.model.sites)
+    cells = Listed(
+        [[Replace("embed", held)], [Replace("embed", held, at=2)], [Zero("1.z", at=(3, 1))], []], pair.model.sites
+    )
     found = cells.touched(np.arange(4), base, pair.corrupted)
     expected = np.zeros((4, 3, 6), dtype=bool)
     expected[0, :, 1] = True  # the only token that differs
@@ -239,7 +300,9 @@ def test_heads_are_told_apart():
     sites = tuple(other)
     grid = Grid(("layer", "head"), (2, 2), [GridWrite(sites, np.arange(2))], other, None, np.arange(2), sites)
     found = grid.touched(np.arange(4), held.cache, pair.clean)
-    touched = {(site.layer, cell): mask[cell].sum() for site, mask in found.items() for cell in range(4) if mask[cell].any()}
+    touched = {
+        (site.layer, cell): mask[cell].sum() for site, mask in found.items() for cell in range(4) if mask[cell].any()
+    }
     assert touched == {(0, 1): 2, (1, 3): 2}
 
 

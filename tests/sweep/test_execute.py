@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from strategies import Case, small
-from sweep_cases import CASES, assert_close, metric_of, pair_of
+from sweep_cases import CASES, assert_close, pair_of
 
-from interp import Metric, Resample, Scale, logit_difference, patch_sweep, plan_sweep, run_many
+from interp import Add, Metric, Resample, Scale, logit_difference, patch_sweep, plan_sweep, run_many
 from interp.sweep import Checkpoint, SweepCheckError, SweepError, SweepInterrupted
 from interp.sweep.execute import Job, free_memory
 from interp.sweep.full import Full
@@ -71,7 +71,9 @@ def test_a_chunk_takes_no_more_rows_than_the_budget_allows(monkeypatch, name):
     for part in ("mix", "feed", "keys_values"):
         counted(part)
     original = Walk.__call__
-    monkeypatch.setattr(Walk, "__call__", lambda self, some, touched: cells.append(len(some)) or original(self, some, touched))
+    monkeypatch.setattr(
+        Walk, "__call__", lambda self, some, touched: cells.append(len(some)) or original(self, some, touched)
+    )
     sites, by = [stack + "resid_pre"], ("layer", "role")
     job = plan_sweep(pair.model, pair.clean, pair.corrupted, READ, sites, by).jobs[0]
     for factor in (1.0, 3.0):
@@ -292,7 +294,9 @@ def test_the_check_looks_at_cells_that_change_and_keeps_the_largest_difference(m
 
 def test_the_message_names_the_cell(monkeypatch, pair):
     monkeypatch.setattr(Job, "_full_values", lambda self, pairs: [1e6] * len(pairs))
-    with pytest.raises(SweepCheckError, match=r"resid_pre, layer \d, position \d, example \d: .* full run gives 1e\+06"):
+    with pytest.raises(
+        SweepCheckError, match=r"resid_pre, layer \d, position \d, example \d: .* full run gives 1e\+06"
+    ):
         sweep(pair)
 
 
@@ -308,7 +312,7 @@ def test_a_check_is_a_count(pair, check):
         sweep(pair, check=check)
 
 
-@pytest.mark.parametrize("name", ["everything", "prefix, padded", "two stacks, padded", "right padding"])
+@pytest.mark.parametrize("name", ["everything", "prefix, padded", "two stacks, padded"])
 def test_checks_of_one_example_alone_agree(name):
     """A cell of a padded, segmented, prefixed or translated example is checked without the others."""
     pair = pair_of(CASES[name], (0, 1))
@@ -347,4 +351,42 @@ def test_work_is_stated_for_every_engine(pair):
     assert slow.work == {"token_layers": 15 * 10 * 3, "forwards": 15} and slow.checks == 0
     full = run_many(pair.model, pair.clean, [Scale("0.z", 2.0)], READ, exact="bitwise")
     assert full.work["unembedded rows"] >= 10
-    assert metric_of("last", pair).name == sweep(pair).metric
+
+
+# Not yet
+
+
+@pytest.mark.xfail(strict=True, reason="the executor's counters are never started again")
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_a_plan_that_runs_twice_counts_each_runs_work(pair, engine):
+    made = plan(pair, engine=engine)
+    assert made.run(progress=False).work == made.run(progress=False).work
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_Chunk._embedded embeds every position of each sequence that changes, whatever the budget"
+)
+def test_embedding_keeps_to_the_budget(monkeypatch, pair):
+    cells = [Add("embed", 1.0 + i, at=4) for i in range(40)]
+    seen, original = [], type(pair.model).embed
+    monkeypatch.setattr(
+        type(pair.model),
+        "embed",
+        lambda self, inputs, *rest: seen.append(inputs.tokens.numel()) or original(self, inputs, *rest),
+    )
+    run_many(pair.model, pair.clean, cells, READ, budget=least(pair) * 1.01, check=0)
+    assert max(seen) <= pair.clean.tokens.numel()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="only the chunks are guarded: what was finished in memory is lost with the exception"
+)
+def test_stopping_during_the_check_keeps_what_was_finished(monkeypatch, pair):
+    def stop(self, pairs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "_full_values", stop)
+    try:
+        sweep(pair, ["resid_pre", "z"], ("layer",))
+    except KeyboardInterrupt as stopped:
+        assert isinstance(stopped, SweepInterrupted)

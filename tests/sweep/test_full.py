@@ -37,8 +37,15 @@ def same(make) -> SweepResult:
     return fast
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["modern", "left padding", "prefix, padded", "two stacks, padded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modern",
+        "two stacks, padded",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("left padding", "prefix, padded")),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_patches_have_the_references_bits(name, dtype):
     pair = pair_of(CASES[name], (0, 1, 3))
     model = pair.model.to(dtype)
@@ -62,8 +69,9 @@ def test_every_other_kind_of_sweep_has_the_references_bits():
     same(lambda engine, exact: knock_out_sweep(
         model, pair.corrupted, read, {"own": ("late", "own"), "all": (-1, slice(0, 4))}, ("window", "head"), window=3,
         engine=engine, exact=exact))  # fmt: skip
+    receivers = {"q": ("2.q", (-1,)), "out": ("final", ())}
     same(lambda engine, exact: path_patch(
-        model, pair.clean, pair.corrupted, read, {"q": ("2.q", (-1,)), "out": ("final", ())}, engine=engine, exact=exact))  # fmt: skip
+        model, pair.clean, pair.corrupted, read, receivers, engine=engine, exact=exact))  # fmt: skip
 
 
 def batches(monkeypatch) -> list[tuple[int, int]]:
@@ -81,7 +89,9 @@ def batches(monkeypatch) -> list[tuple[int, int]]:
 def test_untouched_cells_are_not_run_and_later_layers_resumed(monkeypatch):
     pair, made = pair_of(CASES["attention only"], (2,)), batches(monkeypatch)
     read = metric_of("last", pair)
-    got = patch_sweep(pair.model, pair.clean, pair.corrupted, read, "z", ("layer", "position"), exact="bitwise", check=0)
+    got = patch_sweep(
+        pair.model, pair.clean, pair.corrupted, read, "z", ("layer", "position"), exact="bitwise", check=0
+    )
     assert {start for start, _ in made} == {0, 1, 2}
     tokens = pair.clean.tokens.numel()
     assert got.work["token_layers"] == tokens * sum(cells * (3 - start) for start, cells in made)
@@ -101,8 +111,12 @@ def test_cells_share_a_forward_only_where_the_canary_has_the_single_runs_bits(mo
 
     monkeypatch.setattr(Full, "_forward", forward)
     read = metric_of("last", pair)
-    got = patch_sweep(pair.model, pair.clean, pair.corrupted, read, "resid_pre", ("layer", "position"), exact="bitwise", check=15)
-    slow = patch_sweep(pair.model, pair.clean, pair.corrupted, read, "resid_pre", ("layer", "position"), engine="reference")
+    got = patch_sweep(
+        pair.model, pair.clean, pair.corrupted, read, "resid_pre", ("layer", "position"), exact="bitwise", check=15
+    )
+    slow = patch_sweep(
+        pair.model, pair.clean, pair.corrupted, read, "resid_pre", ("layer", "position"), engine="reference"
+    )
     assert torch.equal(got.values["resid_pre"], slow.values["resid_pre"]) and got.checked == 0
     assert max(size for size, real in made if real) <= allowed < max(size for size, _ in made)
 
@@ -163,6 +177,7 @@ def test_a_bridged_model_is_run_in_batched_full_forwards(name, exact):
 def test_paths_through_a_bridged_model():
     pair = pair_of(Case(small(n_layers=3), ((0, 0),) * 2), (1,))
     read = metric_of("last", pair)
-    found = [path_patch(model, pair.clean, pair.corrupted, read, {"v": ("2.v", ())}) for model in (Bridged(pair.model), pair.model)]
+    models = Bridged(pair.model), pair.model
+    found = [path_patch(model, pair.clean, pair.corrupted, read, {"v": ("2.v", ())}) for model in models]
     assert_close(found[0].values["z → receiver"], found[1].values["z → receiver"])
     assert (found[0].engine, found[1].engine) == ("full", "fast")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from strategies import Case, small, translator
-from sweep_cases import CASES, assert_close, by_hand, grid_cells, pair_of, values_of
+from sweep_cases import CASES, assert_close, by_hand, grid_cells, joint, pair_of, values_of
 
 from interp import AddNoise, Replace, Transformer, logit_difference, patch_sweep, run_many
 from interp.hookable import UnsupportedModelError
@@ -29,11 +29,13 @@ def joined(pair, site, layers, by, direction="denoising"):
     source = values_of(pair.model, pair.ends(direction)[0])
     each = grid_cells(pair.model, site, ("layer", *by), source, pair.clean)
     per_layer = len(each) // pair.model.config.n_layers
-    return [sum((each[layer * per_layer + i] for layer in layers), []) for i in range(per_layer)]
+    return [joint(each[layer * per_layer + i] for layer in layers) for i in range(per_layer)]
 
 
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
-@pytest.mark.parametrize(("site", "by"), [("attn_out", ("position",)), ("z", ("head",)), ("ffn_act", ("neuron", "role")), ("k", ())])
+@pytest.mark.parametrize(
+    ("site", "by"), [("attn_out", ("position",)), ("z", ("head",)), ("ffn_act", ("neuron", "role")), ("k", ())]
+)
 def test_a_window_patches_its_layers_jointly(pair, site, by, direction):
     got = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, site, ("window", *by), direction, window=3)
     windows = {0: [0, 1], 1: [0, 1, 2], 2: [1, 2, 3], 3: [2, 3]}
@@ -60,16 +62,20 @@ def test_windows_wider_than_the_model_and_of_one_layer(pair):
 
 def test_sites_patched_jointly(pair):
     source = values_of(pair.model, pair.clean)
-    got = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, [("attn_out", "ffn_out"), ("q", "k", "v")], ("layer", "position"))
+    got = patch_sweep(
+        pair.model, pair.clean, pair.corrupted, READ, [("attn_out", "ffn_out"), ("q", "k", "v")], ("layer", "position")
+    )
     for names in (("attn_out", "ffn_out"), ("q", "k", "v")):
-        cells = [sum(many, []) for many in zip(*(grid_cells(pair.model, name, ("layer", "position"), source, pair.clean)
-                                                for name in names), strict=True)]  # fmt: skip
+        each = [grid_cells(pair.model, name, ("layer", "position"), source, pair.clean) for name in names]
+        cells = [joint(many) for many in zip(*each, strict=True)]
         expected = by_hand(pair, cells, READ)
         assert_close(got.values["+".join(names)].flatten(0, -2), expected)
         assert float((expected - got.corrupted).abs().max()) > 1e-6
     window = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, [("z", "ffn_out")], ("window", "role"), window=3)
-    cells = [sum(many, []) for layers in ([0, 1], [0, 1, 2], [1, 2, 3], [2, 3])
-             for many in zip(joined(pair, "z", layers, ("role",)), joined(pair, "ffn_out", layers, ("role",)), strict=True)]  # fmt: skip
+    cells = []
+    for layers in ([0, 1], [0, 1, 2], [1, 2, 3], [2, 3]):
+        each = [joined(pair, site, layers, ("role",)) for site in ("z", "ffn_out")]
+        cells += [joint(many) for many in zip(*each, strict=True)]
     assert_close(window.values["z+ffn_out"].flatten(0, -2), by_hand(pair, cells, READ))
 
 
@@ -83,7 +89,9 @@ def test_heads_of_queries_and_of_keys_jointly_need_as_many_of_each():
 
 def test_roles_of_the_source_name_the_encoders_positions():
     pair = pair_of(CASES["two stacks, padded"], (1, 2))
-    got = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, ["encoder.resid_post", "cross_v"], ("layer", "role"))
+    got = patch_sweep(
+        pair.model, pair.clean, pair.corrupted, READ, ["encoder.resid_post", "cross_v"], ("layer", "role")
+    )
     assert got.coordinates["encoder.resid_post"][1] == ["word"] == got.coordinates["cross_v"][1]
     assert got.table()["role"].unique().tolist() == ["word"]
     for site in ("encoder.resid_post", "cross_v"):
@@ -133,7 +141,7 @@ def test_what_is_no_grid_is_refused(pair, sites, options, words):
 
 def test_a_stack_must_be_named_where_both_have_the_site():
     ends = TRANSLATOR.model, TRANSLATOR.clean, TRANSLATOR.corrupted, READ
-    with pytest.raises(SweepError, match="'encoder.z', 'decoder.z'"):
+    with pytest.raises(SweepError, match=r"'encoder\.z', 'decoder\.z'"):
         patch_sweep(*ends, "z", ("layer",))
     with pytest.raises(SweepError, match="count positions of different sequences"):
         patch_sweep(*ends, [("encoder.z", "decoder.z")], ("layer", "position"))
@@ -149,9 +157,15 @@ def test_pairs_may_differ_in_their_tokens_only():
             patch_sweep(pair.model, pair.clean, replace(pair.corrupted, **change), READ, "logits", ("role",))
 
     refused(Case(small(n_segments=3), segments=True), "differ in segments", segments=torch.zeros(2, 5).long())
-    refused(Case(small(kind="prefix-decoder"), prefixes=(1, 2)), "differ in prefix_length", prefix_length=torch.tensor([1, 1]))
+    refused(
+        Case(small(kind="prefix-decoder"), prefixes=(1, 2)),
+        "differ in prefix_length",
+        prefix_length=torch.tensor([1, 1]),
+    )
     refused(Case(translator()), r"sources have shape \(2, 4\)", source=torch.zeros(2, 3).long())
-    refused(Case(translator()), r"sources of pair\(s\) \[1\]", source_mask=torch.tensor([[True] * 4, [True] * 3 + [False]]))
+    refused(
+        Case(translator()), r"sources of pair\(s\) \[1\]", source_mask=torch.tensor([[True] * 4, [True] * 3 + [False]])
+    )
     refused(Case(small()), "role 'late' stands at different positions", roles={"late": torch.tensor([0, 1])})
     refused(Case(small()), "role 'late' stands at different", roles={})
 

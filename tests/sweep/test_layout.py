@@ -40,7 +40,7 @@ def masks(draw):
     return edges, layers, last, example, start
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(masks())
 def test_layers_compute_what_is_reached_and_read(case):
     edges, layers, last, example, live = case

@@ -7,7 +7,17 @@ import itertools
 import pytest
 import torch
 from strategies import Case, random_model, small
-from sweep_cases import CASES, Pair, assert_close, by_hand, grid_cells, logits_by_hand, metric_of, pair_of, values_of
+from sweep_cases import (
+    CASES,
+    Pair,
+    assert_close,
+    by_hand,
+    grid_cells,
+    joint,
+    logits_by_hand,
+    pair_of,
+    values_of,
+)
 
 from interp import (
     Freeze,
@@ -65,10 +75,13 @@ def test_ablations_by_hand(pair, value, sites):
 def test_ablations_with_another_runs_values(pair):
     held = run(pair.model, pair.clean, record="attn_out")
     for value in ("mean", "resample"):
-        got = ablation_sweep(pair.model, pair.corrupted, READ, value, "attn_out", ("window", "position"), held, seed=2, window=3)
+        got = ablation_sweep(
+            pair.model, pair.corrupted, READ, value, "attn_out", ("window", "position"), held, seed=2, window=3
+        )
         new = ablated({str(site): one for site, one in held.cache.items()}, value, 2)
-        cells = [sum((grid_cells(pair.model, "attn_out", ("layer", "position"), new, pair.clean)[layer * 6 + position]
-                      for layer in layers), []) for layers in ((0, 1), (0, 1, 2), (1, 2)) for position in range(6)]  # fmt: skip
+        each = grid_cells(pair.model, "attn_out", ("layer", "position"), new, pair.clean)
+        windows = ((0, 1), (0, 1, 2), (1, 2))
+        cells = [joint(each[layer * 6 + position] for layer in layers) for layers in windows for position in range(6)]
         assert_close(got.values["attn_out"].flatten(0, -2), by_hand(pair, cells, READ))
 
 
@@ -85,14 +98,20 @@ def test_ablations_of_padded_prompts_use_roles():
     pair = pair_of(CASES["left padding"], (3,))
     got = ablation_sweep(pair.model, pair.corrupted, READ, "zero", ["z"], ("layer", "role"))
     new = ablated(values_of(pair.model, pair.corrupted), "zero", 0)
-    assert_close(got.values["z"].flatten(0, -2), by_hand(pair, grid_cells(pair.model, "z", ("layer", "role"), new, pair.clean), READ))
+    expected = by_hand(pair, grid_cells(pair.model, "z", ("layer", "role"), new, pair.clean), READ)
+    assert_close(got.values["z"].flatten(0, -2), expected)
     with pytest.raises(InterventionError, match="would read padding"):
         ablation_sweep(pair.model, pair.corrupted, READ, "mean", ["z"], ("layer",))
     with pytest.raises(SweepError, match="no common positions"):
         ablation_sweep(pair.model, pair.corrupted, READ, "zero", ["z"], ("layer", "position"))
 
 
-EDGES = {"own": ("late", "own"), "pairs": ([3, 5], slice(1, 3)), "first": (5, 0), "one": (2, torch.tensor([0, 1, 2, 0]))}
+EDGES = {
+    "own": ("late", "own"),
+    "pairs": ([3, 5], slice(1, 3)),
+    "first": (5, 0),
+    "one": (2, torch.tensor([0, 1, 2, 0])),
+}
 
 
 def cut(pair: Pair, layers, head, edge: str) -> list:
@@ -116,7 +135,10 @@ def _list(one) -> list:
     return one if isinstance(one, list) else [one]
 
 
-@pytest.mark.parametrize("by", [("layer",), ("layer", "head"), ("window",), ("head",)])
+@pytest.mark.parametrize(
+    "by",
+    [("layer",), ("window",), *(pytest.param(by, marks=pytest.mark.slow) for by in (("layer", "head"), ("head",)))],
+)
 def test_edges_cut_by_hand(pair, by):
     got = knock_out_sweep(pair.model, pair.corrupted, READ, EDGES, by, window=3 if "window" in by else 1)
     layers = {"layer": [[0], [1], [2]], "window": [[0, 1], [0, 1, 2], [1, 2]], "head": [[0, 1, 2]]}[by[0]]
@@ -132,8 +154,7 @@ def test_edges_cut_by_hand(pair, by):
 def test_an_edge_that_the_mask_shuts_already_changes_nothing(pair):
     got = knock_out_sweep(pair.model, pair.corrupted, READ, {"future": (1, slice(2, 6)), "past": (5, slice(0, 6))})
     assert torch.equal(got.values["scores"][0], got.clean.expand(3, 4))
-    last = values_of(pair.model, pair.corrupted)["2.resid_pre"]
-    assert float((got.values["scores"][1] - got.clean).abs().max()) > 1e-6 and last.shape == (4, 6, 8)
+    assert float((got.values["scores"][1] - got.clean).abs().max()) > 1e-6
 
 
 def test_a_query_without_any_edge_reads_nothing(pair):
@@ -162,7 +183,9 @@ def test_names_and_numbers_of_cells(pair):
     assert torch.equal(got.values["cells"][2], got.clean), "a cell without changes is the base run"
     numbered = run_many(pair.model, pair.clean, list(cells.values()), READ)
     assert numbered.coordinates["cells"] == ([0, 1, 2],) and torch.equal(numbered.values["cells"], got.values["cells"])
-    alone = logits_by_hand(pair.model, pair.clean, [[("1.z", (slice(None),), torch.zeros(4, 6, 4, 2).double())]])[0, :, -1]
+    alone = logits_by_hand(pair.model, pair.clean, [[("1.z", (slice(None),), torch.zeros(4, 6, 4, 2).double())]])[
+        0, :, -1
+    ]
     assert_close(got.values["cells"][0], alone[:, 1] - alone[:, 2])
 
 
@@ -171,7 +194,8 @@ def other_model(**options):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({}, "of 3 layers, d_model 8"), ({"n_layers": 4}, "of 4 layers"), ({"d_model": 16}, "d_model 16")]
+    ("options", "words"),
+    [({}, "of 3 layers, d_model 8"), ({"n_layers": 4}, "of 4 layers"), ({"d_model": 16}, "d_model 16")],
 )
 def test_another_models_run_is_refused(pair, options, words):
     other = other_model(**options)
@@ -192,7 +216,7 @@ def test_what_no_list_can_be_is_refused(pair):
     for empty in ([], {}):
         with pytest.raises(SweepError, match="cells is empty"):
             run_many(model, clean, empty, READ)
-    with pytest.raises(SweepError, match="a cell holds '1.z'"):
+    with pytest.raises(SweepError, match=r"a cell holds '1\.z'"):
         run_many(model, clean, [["1.z"]], READ)
     with pytest.raises(UnknownSiteError):
         run_many(model, clean, [Zero("3.z")], READ)
@@ -215,4 +239,10 @@ def test_what_no_list_can_be_is_refused(pair):
     short = run(model, Inputs(clean.tokens[:, :5]), record="z")
     with pytest.raises((InterventionError, SweepError)):
         ablation_sweep(model, clean, READ, "mean", "z", ("layer",), short)
-    assert metric_of("last", pair).name == READ.name
+
+
+@pytest.mark.xfail(strict=True, reason="np.array of tuples has two axes, and mixed names become text")
+@pytest.mark.parametrize("names", [[(0, 1), (2, 0)], [0, "b"]])
+def test_any_names_of_cells_make_a_table(pair, names):
+    table = run_many(pair.model, pair.clean, dict(zip(names, [Zero("1.z"), Zero("0.z")], strict=True)), READ).table()
+    assert table["cell"].tolist() == [name for name in names for _ in range(4)]

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from strategies import Case, small, translator
+from strategies import Case, random_model, small, translator
 from sweep_cases import CASES, Pair, assert_close, grid_cells, pair_of, values_of
 
 from interp import logit_difference, patch_sweep, path_patch
+from interp.hookable import UnsupportedModelError
 from interp.metrics import evaluate
 from interp.sites import UnknownSiteError
 from interp.sweep import SweepError
@@ -56,7 +57,14 @@ def second_step(pair: Pair, noted: dict, receivers: list[tuple[str, tuple]], bas
         return evaluate(READ, pair.model(base, tap), base)
 
 
-def check(pair: Pair, receivers: dict, senders: str, by=("layer", "head"), direction="denoising", engines=("fast", "reference")):
+def check(
+    pair: Pair,
+    receivers: dict,
+    senders: str,
+    by=("layer", "head"),
+    direction="denoising",
+    engines=("fast", "reference"),
+):
     """Fast = reference = by hand; the fast result."""
     found = [path_patch(pair.model, pair.clean, pair.corrupted, READ, receivers, senders, by, direction, engine, check=0)
              for engine in engines]  # fmt: skip
@@ -79,8 +87,9 @@ def heads(layer, kind, head):
     return (f"{layer}.{kind}", (slice(None), head))
 
 
-RECEIVERS = {"q": heads(2, "q", 1), "k and v": [heads(2, "k", 0), heads(1, "v", 0)], "ffn": ("1.ffn_pre", ()), "read": ("2.norm1", (4,)),
-             "final": ("final", ()), "logits": ("logits", (-1,)), "norm": ("2.norm2", (slice(None), 3))}  # fmt: skip
+RECEIVERS = {"q": heads(2, "q", 1), "k and v": [heads(2, "k", 0), heads(1, "v", 0)], "ffn": ("1.ffn_pre", ()),
+             "read": ("2.norm1", (4,)), "final": ("final", ()), "logits": ("logits", (-1,)),
+             "norm": ("2.norm2", (slice(None), 3))}  # fmt: skip
 
 
 PATHS = [
@@ -102,13 +111,13 @@ def few(names: list, number: int) -> list:
             for i, one in enumerate(names)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("senders", "by", "direction"), few(PATHS, 2))
+@pytest.mark.parametrize(("senders", "by", "direction"), few(PATHS, 1))
 def test_paths_by_hand(senders, by, direction):
     pair = pair_of(Case(small(n_layers=3, n_kv_heads=1, positions="rotary")), (1, 3))
     check(pair, RECEIVERS, senders, by, direction)
 
 
-@pytest.mark.parametrize("name", few(KINDS, 3))
+@pytest.mark.parametrize("name", few(KINDS, 2))
 def test_paths_in_models_of_every_kind(name):
     pair = pair_of(CASES[name], (0, 1, 3))
     last = pair.model.config.n_layers - 1
@@ -120,15 +129,19 @@ def test_paths_in_models_of_every_kind(name):
 @pytest.mark.parametrize("name", few(STACKS, 1))
 def test_paths_between_two_stacks(name):
     pair = pair_of(CASES[name], (0, 1))
-    receivers = {"keys": ("decoder.1.cross_k", ()), "own": ("decoder.1.q", ()), "out": ("decoder.logits", ()), "query": ("decoder.1.cross_q", ())}
+    sites = {"keys": "cross_k", "own": "q", "query": "cross_q"}
+    receivers = {"out": ("decoder.logits", ()), **{name: (f"decoder.1.{site}", ()) for name, site in sites.items()}}
     got = check(pair, receivers, "encoder.z")
-    assert torch.equal(got.values["encoder.z → receiver"][1:], got.corrupted.expand(3, *got.values["encoder.z → receiver"].shape[1:]))
+    behind = got.values["encoder.z → receiver"][[0, 2, 3]]
+    assert torch.equal(behind, got.corrupted.expand(behind.shape)), "the source is read through keys and values only"
     if name != STACKS[0]:
         check(pair, receivers, "cross_z", direction="noising")
         check(pair, receivers, "decoder.ffn_out", ("layer", "role"))
 
 
-@pytest.mark.xfail(strict=True, reason="_frozen lets the sender's fellows in later layers (other heads, positions) respond")
+@pytest.mark.xfail(
+    strict=True, reason="_frozen lets the sender's fellows in later layers (other heads, positions) respond"
+)
 @pytest.mark.parametrize(("senders", "by"), [("z", ("head",)), ("attn_out", ("position",)), ("ffn_act", ("neuron",))])
 def test_senders_in_every_layer_at_once(senders, by):
     pair = pair_of(Case(small(n_layers=3, n_heads=4)), (1, 3))
@@ -167,7 +180,8 @@ def test_direct_effects_add_up_in_a_linear_model():
     parts = [path_patch(pair.model, pair.clean, pair.corrupted, READ, {"out": ("logits", ())}, senders, ("layer",))
              for senders in ("attn_out", "ffn_out")]  # fmt: skip
     start = parts[0].corrupted
-    total = sum((part.values[f"{name} → receiver"][0] - start).sum(0) for name, part in zip(("attn_out", "ffn_out"), parts, strict=True))
+    names = ("attn_out", "ffn_out")
+    total = sum((part.values[f"{name} → receiver"][0] - start).sum(0) for name, part in zip(names, parts, strict=True))
     W_E, W_U = pair.model.W_E.detach(), pair.model.W_U.detach()
     direct = W_E[pair.clean.tokens[:, -1]] - W_E[pair.corrupted.tokens[:, -1]]
     total = total + direct @ (W_U[:, 1] - W_U[:, 2])
@@ -180,7 +194,7 @@ def test_in_one_layer_of_attention_a_heads_total_effect_is_its_direct_one():
     whole = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, "z", ("layer", "head"))
     assert_close(paths.values["z → receiver"][0], whole.values["z"])
     heads_sum = (whole.values["z"] - whole.corrupted).sum((0, 1))
-    assert_close(heads_sum, whole.clean - whole.corrupted), "the last token is the same: only attention differs"
+    assert_close(heads_sum, whole.clean - whole.corrupted, what="the last token is the same: only attention differs")
 
 
 def test_in_two_layers_of_attention_a_heads_total_effect_is_the_sum_over_what_reads_it():
@@ -199,12 +213,15 @@ def test_all_receivers_of_a_head_at_once_are_its_total_effect_without_norms():
     pair = pair_of(Case(small(n_layers=2, ffn="none", n_heads=2)), (1, 3))
     read = [("1.q", ()), ("1.k", ()), ("1.v", ())]
     got = path_patch(pair.model, pair.clean, pair.corrupted, READ, {"layer": read}, "attn_out", ("layer", "position"))
-    direct = path_patch(pair.model, pair.clean, pair.corrupted, READ, {"out": ("logits", ())}, "attn_out", ("layer", "position"))
+    direct = path_patch(
+        pair.model, pair.clean, pair.corrupted, READ, {"out": ("logits", ())}, "attn_out", ("layer", "position")
+    )
     whole = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, "attn_out", ("layer", "position"))
     through, straight = got.values["attn_out → receiver"][0], direct.values["attn_out → receiver"][0]
     # Not the last token: it is read by the next layer only, so the way there is the only one.
     assert_close(through[0, :-1], whole.values["attn_out"][0, :-1])
-    assert torch.equal(straight[0, :-1], whole.corrupted.expand(4, 2)) and torch.equal(through[1], whole.corrupted.expand(5, 2))
+    assert torch.equal(straight[0, :-1], whole.corrupted.expand(4, 2))
+    assert torch.equal(through[1], whole.corrupted.expand(5, 2))
     assert_close(straight[1], whole.values["attn_out"][1])
 
 
@@ -231,5 +248,13 @@ def test_what_is_no_path_is_refused(options, words):
 
 def test_translators_final_must_be_named():
     pair = pair_of(Case(translator()), (1,))
-    with pytest.raises(UnknownSiteError, match="either|can mean"):
+    with pytest.raises(UnknownSiteError, match="can mean"):
         path_patch(pair.model, pair.clean, pair.corrupted, READ, {"a": ("final", ())}, "cross_z")
+
+
+@pytest.mark.xfail(strict=True, reason="path_patch does not ask for a head, as patch_sweep and run_many do")
+def test_paths_need_logits():
+    model = random_model(small(head=False))
+    tokens = torch.arange(4)[None]
+    with pytest.raises(UnsupportedModelError, match="no unembedding"):
+        path_patch(model, tokens, tokens + 1, READ, {"a": ("1.q", ())})

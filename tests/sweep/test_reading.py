@@ -27,7 +27,9 @@ def test_a_slice_is_enough(pair, name):
     slices = torch.stack([reading.of_run(one) for one in many])
     expected = torch.stack([evaluate(metric, one, pair.clean) for one in many])
     assert torch.allclose(reading.of_slices(slices), expected, rtol=1e-14)
-    assert torch.equal(reading.of_slices(slices[:1]), expected[:1]) and torch.equal(reading.of_full(many[2]), expected[2])
+    assert torch.equal(reading.of_slices(slices[:1]), expected[:1]) and torch.equal(
+        reading.of_full(many[2]), expected[2]
+    )
     read = slices.shape[2:]
     assert read == {"last": (1, 2), "middle": (1, 2), "role": (1, VOCAB), "kl": (1, VOCAB), "loss": (5, VOCAB),
                     "all": (5, 1), "plain": (5, VOCAB)}[name]  # fmt: skip
@@ -56,7 +58,7 @@ def test_a_metric_that_cannot_be_mapped_is_called_per_cell(pair):
         return x[:, 0, 0] if float(x.sum()) > 0 else x[:, 0, 1]
 
     metric = Metric("largest", largest, -1, torch.tensor([[1, 2]]))
-    fast, slow = (patch_sweep(pair.model, pair.clean, pair.corrupted, metric, "resid_pre", engine=engine, check=0).values["resid_pre"]
+    fast, slow = (patch_sweep(pair.model, pair.clean, pair.corrupted, metric, "z", engine=engine, check=0).values["z"]
                   for engine in ("fast", "reference"))  # fmt: skip
     assert torch.allclose(fast, slow, rtol=1e-12) and set(calls) == {(3, 1, 2)}
 

@@ -13,7 +13,9 @@ from interp import Scale, SweepResult, ablation_sweep, logit_difference, patch_s
 READ = logit_difference(1, 2)
 
 
-def made(shape=(2, 3), axes=("layer", "position"), direction="denoising", corrupted=(1.0, 3.0), **options) -> SweepResult:
+def made(
+    shape=(2, 3), axes=("layer", "position"), direction="denoising", corrupted=(1.0, 3.0), **options
+) -> SweepResult:
     """A result of known numbers."""
     values = torch.arange(float(torch.tensor(shape).prod()) * 2).reshape(*shape, 2)
     return SweepResult(
@@ -52,7 +54,20 @@ def test_tables_have_the_axes_of_every_sweep():
     pair = pair_of(Case(small(n_layers=4)), (0, 2))
     ends = pair.model, pair.clean, pair.corrupted, READ
     table = patch_sweep(*ends, "z", ("window", "head"), window=3).table()
-    columns = ["site", "layer", "head", "position", "window", "first_layer", "last_layer", "clipped", "example", "clean", "corrupted", "patched"]
+    columns = [
+        "site",
+        "layer",
+        "head",
+        "position",
+        "window",
+        "first_layer",
+        "last_layer",
+        "clipped",
+        "example",
+        "clean",
+        "corrupted",
+        "patched",
+    ]
     assert list(table.columns) == columns
     one = table[(table["window"] == 3) & (table["head"] == 1)]
     assert one[["first_layer", "last_layer", "clipped"]].drop_duplicates().values.tolist() == [[2, 3, True]]
@@ -89,5 +104,11 @@ def test_joint_sites_share_one_name():
 def test_a_result_says_how_it_was_computed():
     pair = pair_of(Case(small()), (1,))
     got = patch_sweep(pair.model, pair.clean, pair.corrupted, READ, "z", check=3)
-    assert (got.engine, got.exact, got.checks, got.metric, got.unit) == ("fast", "rounding", 3, "logit_difference", "logits")
+    assert (got.engine, got.exact, got.checks, got.metric, got.unit) == (
+        "fast",
+        "rounding",
+        3,
+        "logit_difference",
+        "logits",
+    )
     assert 0 <= got.checked < 1e-12 and got.work["token_layers"] > 0
