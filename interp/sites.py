@@ -120,6 +120,9 @@ class Site:
         ):
             raise UnknownSiteError(f"layer of {self.name!r} must be an integer from 0, got {self.layer!r}")
 
+    def __hash__(self) -> int:
+        return hash(self.name) + (0 if self.layer is None else self.layer + 1)  # sites are looked up at every tap
+
     def __str__(self) -> str:
         parts = [self.stack, None if self.layer is None else str(self.layer), self.name]
         return ".".join(part for part in parts if part is not None)

@@ -12,15 +12,17 @@ from faults import make_fault
 
 from interp.sweep import base, cells, grid, paths, walk
 from interp.sweep.attend import Reader, Slots
-from interp.sweep.cells import Grid, Listed
+from interp.sweep.cells import Grid
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.cost import Cost
 from interp.sweep.execute import Job
 from interp.sweep.full import Full, ManyTap
 from interp.sweep.layout import Reach
+from interp.sweep.listed import Listed
+from interp.sweep.live import Live
 from interp.sweep.reading import Reading
 from interp.sweep.result import SweepResult
-from interp.sweep.walk import Live, Stack, Walk
+from interp.sweep.walk import Stack, Walk
 
 SWEEP_FAULTS: dict[str, Any] = {}
 

@@ -24,33 +24,34 @@ class Slots:
     Scores are [example kv_head each group query key], keys first the base run's, up to `stop`, then the sequence's own.
     """
 
-    def __init__(self, bucket: Bucket, edges: Tensor, cross: bool) -> None:
-        device = edges.device
+    def __init__(self, bucket: Bucket, edges: np.ndarray, cross: bool, device: torch.device) -> None:
+        """edges [batch or 1, query, key] bool: who may read whom; cross: the new keys are the memory's."""
         queries, new = bucket.queries, bucket.memory if cross else bucket.new
         self.examples, self.each = bucket.examples, bucket.each
         self.rows, self.new = _span(queries, device), _span(new, device)
-        self.real = None if queries.real.all() else torch.from_numpy(queries.real).to(device)
-        self.first, self.count = int(queries.index[0, 0]), int(queries.real.sum())
-        example, query, key, own = (
-            torch.from_numpy(array).to(device) for array in (bucket.example, queries.position, new.position, new.real)
-        )
-        if len(edges) == 1:
-            example = torch.zeros_like(example)
-        base = edges[example[:, None], query]  # [sequence query key]: what the mask lets it read
-        mine = base.gather(2, key[:, None].expand(-1, query.shape[1], -1)) & own[:, None]
-        theirs = torch.ones(len(example), base.shape[2], dtype=torch.bool, device=device)
-        rows = torch.arange(len(example), device=device)[:, None].expand_as(key)
-        theirs[rows[own], key[own]] = False  # a new key stands instead of the base run's
-        base = base & theirs[:, None]
-        seen = base.flatten(0, 1).any(0).nonzero()
-        self.stop = int(seen[-1]) + 1 if len(seen) else 0
-        self.key, self.length = key, base.shape[2]
-        closed = ~torch.cat([base[..., : self.stop], mine], -1)
-        self.closed = self.split(closed)[:, None, :, None]  # [example 1 each 1 query key]
+        real = np.flatnonzero(queries.real)  # the entries of the rectangle that are rows
+        self.real = None if queries.real.all() else torch.from_numpy(real).to(device)
+        self.first, self.count = int(queries.index[0, 0]), len(real)
+        example = bucket.example[:, None] if len(edges) > 1 else np.zeros((len(queries.real), 1), dtype=np.int64)
+        base = edges[example, queries.position]  # [sequence query key]: what the mask lets it read
+        mine = np.take_along_axis(base, new.position[:, None], 2) & new.real[:, None]
+        theirs = np.ones((len(base), base.shape[2]), dtype=bool)
+        theirs[np.nonzero(new.real)[0], new.position[new.real]] = False  # a new key stands instead of the base run's
+        base &= theirs[:, None]
+        self.stop = int(np.flatnonzero(base.any((0, 1)))[-1]) + 1 if base.any() else 0
+        closed = ~np.concatenate([base[..., : self.stop], mine], -1)
+        self.empty = bool(closed.all(-1).any())  # padding: a query without any edge
+        self.closed = self.split(torch.from_numpy(closed).to(device))[:, None, :, None]  # [example 1 each 1 query key]
+        self.key, self.length = torch.from_numpy(new.position).to(device), base.shape[2]
 
     def split(self, x: Tensor) -> Tensor:
         """[sequence …] -> [example each …]."""
         return x.unflatten(0, (len(self.examples), self.each))
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """[sequence query …] -> the rows that are real [row …]."""
+        x = x.flatten(0, 1)
+        return x if self.real is None else x.index_select(0, self.real)
 
     def of(self, base: Tensor) -> Tensor:
         """The base run's tensor [batch pos …] of the bucket's examples up to `stop`; a view when they are all."""
@@ -81,7 +82,10 @@ class Reader:
         s, told = attention.sites, tap.wants(attention.sites.scores) or tap.wants(attention.sites.pattern)
         if told:  # only now are the scores of all keys put in one row per query
             scores = self._told(s.scores, scores, tap, float("-inf"))
-        patterns = [softmax_or_zero(one) for one in scores]
+        patterns = [
+            softmax_or_zero(one) if told or slots.empty else one.softmax(-1)
+            for slots, one in zip(self.slots, scores, strict=True)
+        ]
         if told:
             patterns = self._told(s.pattern, patterns, tap, 0.0)
         z = torch.empty_like(q)
@@ -110,7 +114,7 @@ class Reader:
             base = pattern[..., : slots.stop].flatten(2, 4) @ values
             mixed = mixed + base.unflatten(2, (slots.each, -1))
         mixed = mixed.unflatten(3, (pattern.shape[3], -1)).permute(0, 2, 4, 1, 3, 5).flatten(0, 1)
-        z[slots.first : slots.first + slots.count] = mixed.flatten(0, 1) if slots.real is None else mixed[slots.real]
+        z[slots.first : slots.first + slots.count] = slots.rows_of(mixed)
 
     def _told(self, site: Any, parts: list[Tensor], tap: Tap, shut: float) -> list[Tensor]:
         """What `tap` makes of scores or pattern laid out in rows [1 row head key]; closed edges stay shut."""
@@ -130,7 +134,7 @@ class Reader:
         keys = slots.split(slots.key)[:, None, :, None, None].expand_as(own)
         wide = wide.scatter_reduce(-1, keys, own, "amax") if shut else wide.scatter_add(-1, keys, own)
         wide = wide.permute(0, 2, 4, 1, 3, 5).flatten(0, 1).flatten(2, 3)  # [sequence query head key]
-        return wide.flatten(0, 1) if slots.real is None else wide[slots.real]
+        return slots.rows_of(wide)
 
     def _from_rows(self, slots: Slots, rows: Tensor, like: Tensor, shut: float) -> Tensor:
         """The reverse of `_in_rows`."""
@@ -139,7 +143,7 @@ class Reader:
         if slots.real is None:
             wide = rows.unflatten(0, shape)
         else:
-            wide[slots.real] = rows
+            wide.view(-1, *rows.shape[1:])[slots.real] = rows
         wide = slots.split(wide.unflatten(2, (like.shape[1], -1))).permute(0, 3, 1, 4, 2, 5)
         keys = slots.split(slots.key)[:, None, :, None, None].expand(*wide.shape[:-1], -1)
         return torch.cat([wide[..., : slots.stop], wide.gather(-1, keys)], -1).masked_fill(slots.closed, shut)
@@ -156,4 +160,6 @@ def _span(padded: Padded, device: torch.device) -> Any:
 
 def _take(x: Tensor, span: Any) -> Tensor:
     """[row …] -> [sequence entry …]."""
-    return x[span[0]].unflatten(0, span[1]) if isinstance(span, tuple) else x[span]
+    if isinstance(span, tuple):
+        return x[span[0]].unflatten(0, span[1])
+    return x.index_select(0, span.flatten()).unflatten(0, span.shape)

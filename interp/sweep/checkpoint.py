@@ -77,33 +77,37 @@ class Checkpoint:
 def mark_of(*things: Any) -> str:
     """A hash of values that decide a sweep's numbers: tensors, interventions, runs, configs, plain values."""
     digest = hashlib.blake2b(digest_size=16)
-    _feed(digest, things)
+    _feed(digest, things, {})
     return digest.hexdigest()
 
 
-def _feed(digest: Any, thing: Any) -> None:
+def _feed(digest: Any, thing: Any, seen: dict[int, tuple[Tensor, bytes]]) -> None:
+    """Adds one value to the digest; a tensor that many changes share is read once."""
     digest.update(type(thing).__name__.encode())
     if isinstance(thing, Tensor):
-        digest.update(f"{thing.dtype}{tuple(thing.shape)}".encode())
-        digest.update(thing.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if id(thing) not in seen:
+            raw = thing.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            own = hashlib.blake2b(f"{thing.dtype}{tuple(thing.shape)}".encode() + raw, digest_size=16)
+            seen[id(thing)] = thing, own.digest()  # held, so that no other tensor takes its id
+        digest.update(seen[id(thing)][1])
     elif isinstance(thing, Intervention):
         site = thing.place
         for field in dataclasses.fields(thing):
             value = getattr(thing, field.name)
-            _feed(digest, value.cache[site] if isinstance(value, HasCache) else value)
+            _feed(digest, value.cache[site] if isinstance(value, HasCache) else value, seen)
     elif isinstance(thing, Mapping):
         for key in sorted(thing, key=str):
-            _feed(digest, (str(key), thing[key]))
+            _feed(digest, (str(key), thing[key]), seen)
     elif isinstance(thing, list | tuple) and not isinstance(thing, Site):
         for one in thing:
-            _feed(digest, one)
+            _feed(digest, one, seen)
     elif isinstance(thing, Metric):
-        _feed(digest, (thing.name, thing.positions, thing.entries, thing.unit, thing.function))
+        _feed(digest, (thing.name, thing.positions, thing.entries, thing.unit, thing.function), seen)
     elif isinstance(thing, CodeType):
-        _feed(digest, (thing.co_code, thing.co_consts, thing.co_names))
+        _feed(digest, (thing.co_code, thing.co_consts, thing.co_names), seen)
     elif isinstance(thing, FunctionType):  # what it does, and what it holds on to
         closure = [cell.cell_contents for cell in thing.__closure__ or ()]
-        _feed(digest, (thing.__qualname__, thing.__code__, thing.__defaults__, closure))
+        _feed(digest, (thing.__qualname__, thing.__code__, thing.__defaults__, closure), seen)
     elif isinstance(thing, np.ndarray):
         digest.update(thing.tobytes())
     else:

@@ -47,7 +47,7 @@ class Cost:
         numbers = _numbers_per_row(config, length, {site.name for site in sites})
         read = (config.vocab if reading.entries is None else reading.entries.shape[1]) * reading.positions.shape[1]
         numbers += read / inputs.length if walks else config.vocab * 2
-        enough = 1 << 17 if inputs.tokens.device.type == "cuda" else 2048 if walks else 1024
+        enough = 1 << 17 if inputs.tokens.device.type == "cuda" else 1024
         return Cost(config, inputs.batch, length, numbers * width, most, enough, closure)
 
     def rows(self, touched: Mapping[Site, np.ndarray], cells: int) -> np.ndarray:

@@ -129,21 +129,26 @@ class Job:
         values, done = checkpoint.part(self.name, mark, empty)
         bar = tqdm(disable=True) if bar is None else bar
         bar.update(int(done.sum()))
+        self.counters.clear()
         try:
             for cells, touched in self._chunks(torch.nonzero(~done)[:, 0].numpy()):
                 values[cells] = self._run(cells, touched).to("cpu", empty.dtype)
                 done[cells] = True
                 checkpoint.save()
                 bar.update(len(cells))
+            checkpoint.save(now=True)
+            checked, checks = self._check(values, check, seed) if self.engine != "reference" else (0.0, 0)
         except KeyboardInterrupt:
             checkpoint.save(now=True)
             said = (f"stopped with {int(done.sum())} of {len(done)} cells of {self.name} done; the same call with checkpoint= "
                     f"this exception's .checkpoint goes on ({checkpoint!r})")  # fmt: skip
             raise SweepInterrupted(said, checkpoint) from None
-        checkpoint.save(now=True)
-        checked, checks = self._check(values, check, seed) if self.engine != "reference" else (0.0, 0)
-        work = dict(self.executor.work) if self.engine != "reference" else dict(self.work)
-        return Computed(values, work, checked, checks)
+        return Computed(values, dict(self.counters), checked, checks)
+
+    @property
+    def counters(self) -> Counter[str]:
+        """The work of the run that is going on."""
+        return self.work if self.engine == "reference" else self.executor.work
 
     def _run(self, cells: np.ndarray, touched: Mapping[Site, np.ndarray]) -> Tensor:
         """One chunk; halved when a GPU has less memory than was thought."""
@@ -185,6 +190,8 @@ class Job:
             yield from ((todo[i : i + 1], {}) for i in range(len(todo)))
             return
         inputs, limit = self.base.inputs, self._rows_at_once()
+        if isinstance(self.executor, Walk):
+            self.executor.limit = int(limit)
         step = max(1, _BLOCK // (inputs.tokens.numel() * max(1, len(self.cells.sites))))
         for start in range(0, len(todo), step):
             block = todo[start : start + step]
@@ -238,7 +245,18 @@ class Job:
         alone = [inputs.select([example]) for _, example in pairs]
         with torch.no_grad():  # one batch of single examples, each with its own cell's changes
             chosen = inputs.select([example for _, example in pairs])
-            logits = self.model(chosen, ManyTap(changes, alone, set(self.wanted)))
+            tap, model = ManyTap(changes, alone, set(self.wanted)), self.model
+            assert isinstance(model, Transformer)
+            stream = model.stream(chosen, tap)
+            rows = [example for _, example in pairs]
+            if type(self.reading.metric) is Metric and not any(
+                tap.wants(site) for site in model.sites if site.name == "logits"
+            ):
+                slices = self.reading.at(
+                    model, stream, rows, tap
+                )  # it is given what it declares, and sees nothing else
+                return [float(self.reading.alone(one, row)) for one, row in zip(slices, rows, strict=True)]
+            logits = model.unembed(stream, tap)
         return [
             float(read(one.expand(inputs.batch, -1, -1))[example])
             for one, (_, example) in zip(logits, pairs, strict=True)

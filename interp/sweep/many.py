@@ -17,11 +17,11 @@ from interp.model.inputs import Inputs
 from interp.run import Run, prepare, run
 from interp.sites import Site, resolve
 from interp.sweep.base import further_sites, record
-from interp.sweep.cells import Listed
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
 from interp.sweep.execute import Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, axes_of, check_choices, layer_spans, site_grids, site_groups
+from interp.sweep.listed import Listed
 from interp.sweep.patch import SweepPlan
 from interp.sweep.result import SweepResult
 
@@ -228,10 +228,11 @@ def _own_source(model: Hookable, change: Any) -> None:
 
 
 def _own_run(model: Hookable, held: Run, what: str = "") -> None:
-    maker = held.made_by
-    if maker is not None and maker is not model:
-        raise SweepError(f"the run{what} was made by another model ({_short(maker)}, not {_short(model)}); allowed: runs of this "
-                         "model, or Replace(site, tensor) with that run's tensor, which says that it is meant")  # fmt: skip
+    if held.model is None or held.made_by is model:  # not known, after unpickling: the shapes decide
+        return
+    maker = "one that is gone" if held.made_by is None else _short(held.made_by)
+    raise SweepError(f"the run{what} was made by another model ({maker}, not {_short(model)}); allowed: runs of this model, or "
+                     "Replace(site, tensor) with that run's tensor, which says that it is meant")  # fmt: skip
 
 
 def _short(model: Any) -> str:

@@ -16,11 +16,12 @@ from interp.metrics import Metric
 from interp.run import prepare
 from interp.sites import resolve
 from interp.sweep.base import Recorded, further_sites, record
-from interp.sweep.cells import Cells, Listed
+from interp.sweep.cells import Cells
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
 from interp.sweep.execute import Estimate, Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, check_choices, check_pairs, site_grids, site_groups
+from interp.sweep.listed import Listed
 from interp.sweep.result import SweepResult
 
 Direction = Literal["denoising", "noising"]

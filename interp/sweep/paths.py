@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from interp.hookable import Hookable
+from interp.hookable import Hookable, require_head
 from interp.interventions import Freeze, Intervention, Replace
 from interp.metrics import Metric
 from interp.model.inputs import attention_edges, position_ids
@@ -24,11 +24,12 @@ from interp.model.transformer import Transformer
 from interp.run import prepare, run
 from interp.sites import Site, resolve
 from interp.sweep.base import Recorded, further_sites, record
-from interp.sweep.cells import Grid, Listed
+from interp.sweep.cells import Grid
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
 from interp.sweep.execute import Exact, Job, can_walk
 from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups
+from interp.sweep.listed import Listed
 from interp.sweep.patch import Direction, SweepPlan
 from interp.sweep.result import SweepResult
 
@@ -81,6 +82,7 @@ def path_patch(
             f"senders={senders!r} is not allowed; allowed: what a component writes, one of {', '.join(SENDERS)}"
         )
     clean, corrupted = (prepare(model, inputs, tokenizer, prefix) for inputs in (clean, corrupted))
+    require_head(model)
     check_pairs(clean, corrupted)
     check_choices(direction=direction, engine=engine, exact=exact, budget=budget)
     by = axes_of(by)
@@ -205,13 +207,12 @@ class _Paths(Sequence):
     def _frozen(self, send: list[Intervention], reached: list[tuple[Site, Any]]) -> dict[Site, Tensor]:
         """The receivers' values in a full run with every other component frozen at the base run's."""
         own = {_output(change.place) for change in send}
-        freeze = [
-            Freeze(site, self.base)
-            for site in self.model.sites
-            if site.name in ("attn_out", "cross_out", "ffn_out") and site not in own
-        ]
+        outputs = [site for site in self.model.sites if site.name in ("attn_out", "cross_out", "ffn_out")]
+        # Where a sender is a part of an output, its fellows are held instead of the output, and it is set after them.
+        freeze = [Freeze(site, self.base) for site in outputs if site not in own]
+        freeze += [Freeze(site, self.base) for site in dict.fromkeys(change.place for change in send)]
         sites = [site for site, _ in reached]
-        return dict(run(self.model, self.base.inputs, record=sites, change=[*send, *freeze], wanted=self.wanted).cache)
+        return dict(run(self.model, self.base.inputs, record=sites, change=[*freeze, *send], wanted=self.wanted).cache)
 
     @torch.no_grad()
     def _linear(self, send: list[Intervention], reached: list[tuple[Site, Any]]) -> dict[Site, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,3 +80,13 @@ class Reading:
     def of_full(self, logits: Tensor, inputs: Inputs | None = None) -> Tensor:
         """The metric [batch] of full logits, read by the metric itself."""
         return evaluate(self.metric, logits, inputs or self.inputs)
+
+    def at(self, model: Any, stream: Tensor, examples: list[int], tap: Any) -> Tensor:
+        """The slice of single examples' streams after the last block [n pos d_model] -> [n n_positions n_entries]."""
+        positions = self.positions[examples]
+        rows = stream.gather(1, positions[..., None].expand(-1, -1, stream.shape[-1]))
+        return model.unembed(rows, tap, None if self.entries is None else self.at_entries()[examples])
+
+    def alone(self, one: Tensor, example: int) -> Tensor:
+        """The metric of one example's slice [n_positions n_entries]."""
+        return self.of_slice(one.expand(self.inputs.batch, *one.shape))[example]

@@ -96,7 +96,10 @@ class SweepResult:
         for i, (name, coordinates) in enumerate(zip(self.axes[site], self.coordinates[site], strict=True)):
             index = np.arange(shape[i]).reshape([-1 if j == i else 1 for j in range(len(shape))])
             index = np.broadcast_to(index, shape).reshape(-1)
-            columns[name] = np.array(coordinates, dtype=object if isinstance(coordinates[0], str) else None)[index]
+            if all(isinstance(one, int) for one in coordinates):
+                columns[name] = np.array(coordinates)[index]
+            else:  # names of any kind, tuples too, each as one thing
+                columns[name] = np.fromiter(coordinates, dtype=object, count=len(coordinates))[index]
             if name == "window":
                 for k, part in enumerate(("first_layer", "last_layer", "clipped")):
                     columns[part] = np.array([self.spans[site][one][k] for one in coordinates])[index]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from interp.model.inputs import Edges, Memory, attention_edges, cross_edges, position_ids
+from interp.model.inputs import Edges, Inputs, Memory, attention_edges, cross_edges, position_ids
 from interp.model.positions import rotary_table
 from interp.model.transformer import Transformer
 from interp.sites import Site
@@ -24,70 +23,7 @@ from interp.sweep.attend import Reader, Slots
 from interp.sweep.base import Recorded
 from interp.sweep.cells import Cells, Rows
 from interp.sweep.layout import Layout, Reach, lay_out, middle_of, parts
-
-
-class RowTap:
-    """Writes a chunk's changes into values laid out in rows, at the sites that its cells touch."""
-
-    def __init__(
-        self,
-        walk: Walk,
-        sites: set[Site],
-        rows: Rows,
-        memory: Rows | None = None,
-        taken: tuple[Site, np.ndarray] | None = None,
-    ) -> None:
-        self.walk, self.sites, self.rows, self.memory = walk, sites, rows, memory
-        self.taken = taken  # the site at which some rows come from the base run, and which
-
-    def wants(self, site: Site) -> bool:
-        return site in self.sites
-
-    def __call__(self, site: Site, value: Tensor) -> Tensor:
-        if site not in self.sites:
-            return value
-        rows = self.memory if site.name in ("cross_k", "cross_v") and self.memory is not None else self.rows
-        base = self.walk.base
-        taken = self.taken[1] if self.taken is not None and site == self.taken[0] else None
-        return self.walk.cells.write(site, value[0], rows, base.cache, base.inputs, taken)[None]
-
-
-@dataclass
-class Live:
-    """The tokens whose stream differs from the base run's: `stream` [row d_model] and where each lies, `slot`
-    [sequence pos], −1 where the base run's holds."""
-
-    stream: Tensor
-    slot: np.ndarray
-
-    @property
-    def mask(self) -> np.ndarray:
-        return self.slot >= 0
-
-    def gather(self, rows: Rows, base: Tensor) -> Tensor:
-        """The stream of the given tokens [row d_model], live or from the base run's [batch pos d_model]."""
-        slot = self.slot[rows.sequence, rows.position]
-        live = np.flatnonzero(slot >= 0)
-        if len(live) == len(slot):
-            same = len(slot) == len(self.stream) and bool((slot == np.arange(len(slot))).all())
-            return self.stream if same else self.stream[_index(slot, base)]
-        found = base[_index(rows.example, base), _index(rows.position, base)]
-        found[_index(live, base)] = self.stream[_index(slot[live], base)]
-        return found
-
-    def missing(self, rows: Rows) -> np.ndarray:
-        """Which of the given tokens are not live [row] bool."""
-        return self.slot[rows.sequence, rows.position] < 0
-
-    @staticmethod
-    def of(stream: Tensor, rows: Rows, shape: tuple[int, ...]) -> Live:
-        slot = np.full(shape, -1, dtype=np.int64)
-        slot[rows.sequence, rows.position] = np.arange(len(rows))
-        return Live(stream, slot)
-
-
-def _index(array: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+from interp.sweep.live import Live, RowTap, to_index
 
 
 class Stack:
@@ -97,12 +33,12 @@ class Stack:
         self, blocks: Any, config: Any, inputs: Any, last: np.ndarray, stack: str | None, base: Any, sites
     ) -> None:
         self.blocks, self.config, self.stack, self.base, self.length = blocks, config, stack, base, inputs.length
-        device = inputs.tokens.device
-        edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, device)
+        self.device = inputs.tokens.device
+        edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, self.device)
         if edges is None:
-            edges = torch.ones(1, inputs.length, inputs.length, dtype=torch.bool, device=device)
-        self.edges = edges.reshape(-1, inputs.length, inputs.length)  # [batch or 1, query, key]
-        self.reach = Reach(self.edges.cpu().numpy(), len(blocks), last)
+            edges = torch.ones(1, inputs.length, inputs.length, dtype=torch.bool)
+        self.edges = edges.reshape(-1, inputs.length, inputs.length).cpu().numpy()  # [batch or 1, query, key]
+        self.reach = Reach(self.edges, len(blocks), last)
         self.parts = [parts(sites, layer, stack, middle_of(config)) for layer in range(len(blocks))]
         self._slots: tuple[Layout, list[Slots]] | None = None
         self.rotary = None
@@ -118,13 +54,13 @@ class Stack:
             return None
         cos, sin = self.rotary
         example = rows.example if len(cos) > 1 else np.zeros_like(rows.example)
-        pick = _index(example, cos), _index(rows.position, cos)
+        pick = to_index(example, cos), to_index(rows.position, cos)
         return cos[pick][None], sin[pick][None]
 
     def slots(self, layout: Layout) -> list[Slots]:
         """The rectangles in which a layer's rows read, made once for layers that share a layout."""
         if self._slots is None or self._slots[0] is not layout:
-            self._slots = layout, [Slots(bucket, self.edges, cross=False) for bucket in layout.buckets]
+            self._slots = layout, [Slots(bucket, self.edges, False, self.device) for bucket in layout.buckets]
         return self._slots[1]
 
 
@@ -135,6 +71,7 @@ class Walk:
         self.model, self.cells, self.base, self.reading = model, cells, base, base.reading
         self.work: Counter[str] = Counter()
         self.dry = False  # count only
+        self.limit = base.inputs.tokens.numel()  # rows that the budget allows at once
         self.sites = set(cells.sites) | {change.place for change in cells.always}
         config, inputs = model.config, base.inputs
         name = model.sites[-1].stack
@@ -193,10 +130,10 @@ class Walk:
         example = chunk.example[sequence]
         rows = Rows(sequence, chunk.cell[sequence], example, positions[example, number])
         stream = live.gather(rows, self.decoder.at("resid_post", len(self.decoder.blocks) - 1))
-        entries = None if reading.entries is None else reading.entries[_index(example, stream)]
+        entries = None if reading.entries is None else reading.entries[to_index(example, stream)]
         tap = RowTap(self, ends, rows)
         logits = self.model.unembed(stream[None], tap, None if entries is None else entries[None])[0]
-        slices[_index(which[sequence], stream), _index(example, stream), _index(number, stream)] = logits
+        slices[to_index(which[sequence], stream), to_index(example, stream), to_index(number, stream)] = logits
         self.work["unembedded rows"] += len(rows)
 
 
@@ -260,7 +197,7 @@ class _Chunk:
             edges = Edges(None, False, False, read=reader)
             middle = block.mix(x, tap, edges, stack.angles(layout.rows), None, self._memory(stack, layer, layout))[0]
         if len(layout.late):
-            late = base_middle[_index(layout.late.example, middle), _index(layout.late.position, middle)]
+            late = base_middle[to_index(layout.late.example, middle), to_index(layout.late.position, middle)]
             every = np.ones(len(layout.late), dtype=bool)
             late = RowTap(walk, sites, layout.late, taken=(block.middle, every))(block.middle, late[None])[0]
             middle = torch.cat([middle, late])
@@ -283,9 +220,8 @@ class _Chunk:
         base = self.walk.base
         source = base.cache[Site("final", stack="encoder")]
         states = self.memory.gather(layout.memory, source)[None]
-        readable = torch.from_numpy(self.walk.readable).to(source.device)
-        edges = readable[:, None].expand(-1, stack.length, -1)
-        slots = [Slots(bucket, edges, cross=True) for bucket in layout.buckets]
+        edges = np.broadcast_to(self.walk.readable[:, None], (len(source), stack.length, source.shape[1]))
+        slots = [Slots(bucket, edges, True, source.device) for bucket in layout.buckets]
         reader = Reader(stack.at("cross_k", layer), stack.at("cross_v", layer), slots)
         return Memory(states, Edges(None, False, False, read=reader))
 
@@ -299,22 +235,29 @@ class _Chunk:
         chosen = np.flatnonzero(mask.any(1))
         if not len(chosen):
             return Live(empty, np.full(shape, -1, dtype=np.int64))
-        position = np.tile(np.arange(stack.length), len(chosen))
-        sequence = np.repeat(chosen, stack.length)
-        rows = Rows(sequence, self.cell[sequence], self.example[sequence], position)
         inputs = walk.base.inputs if name != "encoder" else walk.base.inputs.encoder
-        inputs = inputs.select(_index(self.example[chosen], inputs.tokens))
-        row_tap = RowTap(walk, sites, rows)
+        size = max(
+            1, walk.limit // stack.length
+        )  # sequences embedded at once, whole, though few of their tokens change
+        pieces = [self._embed(chosen[i : i + size], mask, inputs, sites, name) for i in range(0, len(chosen), size)]
+        sequence, position = np.nonzero(mask)
+        rows = Rows(sequence, self.cell[sequence], self.example[sequence], position)
+        return Live.of(torch.cat(pieces), rows, shape)
+
+    def _embed(
+        self, chosen: np.ndarray, mask: np.ndarray, inputs: Inputs, sites: set[Site], name: str | None
+    ) -> Tensor:
+        """The changed embeddings of some sequences' tokens [row d_model], where `mask` [sequence pos] says."""
+        walk, length = self.walk, mask.shape[1]
+        position, sequence = np.tile(np.arange(length), len(chosen)), np.repeat(chosen, length)
+        row_tap = RowTap(walk, sites, Rows(sequence, self.cell[sequence], self.example[sequence], position))
 
         def tap(site: Site, value: Tensor) -> Tensor:
             return row_tap(site, value.flatten(0, 1)[None])[0].unflatten(0, value.shape[:2])
 
-        x = walk.model.embed_source(inputs, tap) if name == "encoder" else walk.model.embed(inputs, tap)
-        mask = mask[chosen]
-        number, position = np.nonzero(mask)
-        sequence = chosen[number]
-        rows = Rows(sequence, self.cell[sequence], self.example[sequence], position)
-        return Live.of(x[_index(number, x), _index(position, x)], rows, shape)
+        part = inputs.select(to_index(self.example[chosen], inputs.tokens))
+        x = walk.model.embed_source(part, tap) if name == "encoder" else walk.model.embed(part, tap)
+        return x[torch.from_numpy(mask[chosen]).to(x.device)]
 
     def _encoded(self, live: Live) -> Live:
         """The encoder's last step on the live source tokens: its norm, where it has one, and `encoder.final`."""

@@ -30,7 +30,8 @@ from interp import (
 )
 from interp.interventions import Intervention
 from interp.metrics import evaluate
-from interp.sweep.cells import Grid, GridWrite, Listed
+from interp.sweep.cells import Grid, GridWrite
+from interp.sweep.listed import Listed
 
 FAR = torch.linspace(-2, 2, 8, dtype=torch.float64)  # not the same in every entry: norms would remove that
 

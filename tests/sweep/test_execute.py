@@ -356,16 +356,12 @@ def test_work_is_stated_for_every_engine(pair):
 # Not yet
 
 
-@pytest.mark.xfail(strict=True, reason="the executor's counters are never started again")
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_a_plan_that_runs_twice_counts_each_runs_work(pair, engine):
     made = plan(pair, engine=engine)
     assert made.run(progress=False).work == made.run(progress=False).work
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_Chunk._embedded embeds every position of each sequence that changes, whatever the budget"
-)
 def test_embedding_keeps_to_the_budget(monkeypatch, pair):
     cells = [Add("embed", 1.0 + i, at=4) for i in range(40)]
     seen, original = [], type(pair.model).embed
@@ -378,9 +374,6 @@ def test_embedding_keeps_to_the_budget(monkeypatch, pair):
     assert max(seen) <= pair.clean.tokens.numel()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only the chunks are guarded: what was finished in memory is lost with the exception"
-)
 def test_stopping_during_the_check_keeps_what_was_finished(monkeypatch, pair):
     def stop(self, pairs):
         raise KeyboardInterrupt

@@ -241,7 +241,6 @@ def test_what_no_list_can_be_is_refused(pair):
         ablation_sweep(model, clean, READ, "mean", "z", ("layer",), short)
 
 
-@pytest.mark.xfail(strict=True, reason="np.array of tuples has two axes, and mixed names become text")
 @pytest.mark.parametrize("names", [[(0, 1), (2, 0)], [0, "b"]])
 def test_any_names_of_cells_make_a_table(pair, names):
     table = run_many(pair.model, pair.clean, dict(zip(names, [Zero("1.z"), Zero("0.z")], strict=True)), READ).table()

@@ -139,9 +139,6 @@ def test_paths_between_two_stacks(name):
         check(pair, receivers, "decoder.ffn_out", ("layer", "role"))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_frozen lets the sender's fellows in later layers (other heads, positions) respond"
-)
 @pytest.mark.parametrize(("senders", "by"), [("z", ("head",)), ("attn_out", ("position",)), ("ffn_act", ("neuron",))])
 def test_senders_in_every_layer_at_once(senders, by):
     pair = pair_of(Case(small(n_layers=3, n_heads=4)), (1, 3))
@@ -252,7 +249,6 @@ def test_translators_final_must_be_named():
         path_patch(pair.model, pair.clean, pair.corrupted, READ, {"a": ("final", ())}, "cross_z")
 
 
-@pytest.mark.xfail(strict=True, reason="path_patch does not ask for a head, as patch_sweep and run_many do")
 def test_paths_need_logits():
     model = random_model(small(head=False))
     tokens = torch.arange(4)[None]

@@ -31,7 +31,7 @@ from interp import Replace, Zero, logit_difference, patch_sweep, run, run_many
 from interp.model.block import Block
 from interp.sweep import SweepCheckError
 from interp.sweep.layout import Reach
-from interp.sweep.walk import Live
+from interp.sweep.live import Live
 
 
 def check_sites(
