@@ -16,7 +16,11 @@ from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
 from interp.run import Cache, RunTap, check_weights, run
 from interp.sites import Site
+from interp.sweep.cells import in_rows
+from interp.sweep.cost import reached
 from interp.sweep.reading import Reading
+
+_SHORT = 512  # tokens of a run up to which two in one batch are faster than one after the other
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +50,71 @@ def record(
         one = reading.of_run(found.logits)
         return Recorded(inputs, found.cache, reading, one, reading.of_full(found.logits, inputs))
     tap = RunTap(model, inputs, list(sites), change, tuple(wanted))
-    ends = [site for site in tap.wanted if site.layer is None and site.name not in ("embed", "pos_embed")]
     with torch.no_grad():
         stream = model.stream(inputs, tap)
-        if any(site.stack == model.sites[-1].stack for site in ends):  # the end of the model is recorded or changed
+        if _at_the_end(model, tap.wanted):
             one = reading.of_run(model.unembed(stream, tap))
         else:
             one = unembed_at(model, stream, reading)
     tap.check_reached()
+    return _recorded(model, inputs, tap.recorded, reading, one)
+
+
+def _recorded(model: Any, inputs: Inputs, values: dict[Site, Tensor], reading: Reading, one: Tensor) -> Recorded:
     if not bool(torch.isfinite(one.sum())):
         check_weights(model)
-    return Recorded(inputs, Cache(tap.recorded), reading, one, reading.of_slice(one))
+    return Recorded(inputs, Cache(values), reading, one, reading.of_slice(one))
+
+
+def _at_the_end(model: Any, sites: Iterable[Site]) -> bool:
+    """Whether any of the sites lies behind the last block."""
+    ends = [site for site in sites if site.layer is None and site.name not in ("embed", "pos_embed")]
+    return any(site.stack == model.sites[-1].stack for site in ends)
+
+
+def record_pair(
+    model: Transformer,
+    base: Inputs,
+    source: Inputs,
+    further: Sequence[Site],
+    metric: Metric | Callable[[Tensor], Tensor],
+    wanted: Sequence[Site],
+) -> tuple[Recorded, Recorded] | None:
+    """The run that cells start from, with `further` sites, and the one that they take values from, made as one batch.
+
+    Short runs cost a processor little more together than one of them. None where that is no gain, and where a value that the
+    two share would not have the same bits in both: a patch that changes nothing must have effect exactly 0.
+    """
+    if base.tokens.numel() > _SHORT or model.encoder is not None or _at_the_end(model, wanted):
+        return None
+    both = joined(base, source)
+    if both is None:
+        return None
+    tap = RunTap(model, both, list(dict.fromkeys([*wanted, *further])), (), tuple(wanted))
+    with torch.no_grad():
+        streams = model.stream(both, tap).split(base.batch)
+        found = []
+        for part, (inputs, sites) in enumerate(((base, tap.recorded), (source, wanted))):
+            values = {site: tap.recorded[site].split(base.batch)[part] for site in sites}
+            reading = Reading(metric, inputs, model.config.vocab)
+            found.append(_recorded(model, inputs, values, reading, unembed_at(model, streams[part], reading)))
+    same = torch.from_numpy(~reached(model.config, base, base.tokens != source.tokens)).to(base.tokens.device)
+    for site in wanted:
+        ours, theirs = (in_rows(site, one.cache[site])[same] for one in found)
+        if not torch.equal(ours, theirs):
+            return None
+    return found[0], found[1]
+
+
+def joined(first: Inputs, second: Inputs) -> Inputs | None:
+    """Two batches as one, without roles; None unless they have the same fields and differ in their tokens only."""
+    fields = {}
+    for name in ("tokens", "mask", "prefix_length", "segments"):
+        a, b = getattr(first, name), getattr(second, name)
+        if (a is None) != (b is None):
+            return None
+        fields[name] = None if a is None or b is None else torch.cat([a, b])
+    return None if first.embeddings is not None or second.embeddings is not None else Inputs(**fields)
 
 
 def unembed_at(model: Any, stream: Tensor, reading: Reading) -> Tensor:

@@ -103,6 +103,15 @@ def _closure(edges: np.ndarray) -> np.ndarray:
     return reach
 
 
+def reached(config: Any, inputs: Inputs, changed: Any) -> np.ndarray:
+    """Which tokens a change of some can reach in any layer, themselves included: bool [batch pos] of bool [batch pos]."""
+    edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, inputs.tokens.device)
+    if edges is None:
+        return np.broadcast_to(changed.cpu().numpy().any(1, keepdims=True), tuple(inputs.tokens.shape))
+    closure = _closure(edges.reshape(-1, inputs.length, inputs.length).cpu().numpy())
+    return (changed.cpu().numpy()[:, None].astype(np.float32) @ closure.astype(np.float32))[:, 0] > 0
+
+
 def _numbers_per_row(config: Any, length: int, names: set[str]) -> float:
     """How many numbers a block holds at its peak for one row: stream, projections, scores, FFN."""
     d, heads = config.d_model, config.n_heads

@@ -209,7 +209,7 @@ class Job:
         if count <= 0:
             return 0.0, 0
         rng = np.random.default_rng(seed)
-        sample = np.sort(rng.choice(len(self.cells), min(len(self.cells), 32 * count), replace=False))
+        sample = np.sort(rng.choice(len(self.cells), min(len(self.cells), 8 * count), replace=False))
         moved = np.zeros((len(sample), self.base.inputs.batch), dtype=bool)
         for mask in self._touched(sample).values():
             moved |= mask.any(2)

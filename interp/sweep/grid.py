@@ -153,7 +153,7 @@ def _grid(
             else:
                 _check_roles(name, inputs, None if corrupted is None else side(first, "position", corrupted))
                 coordinates.append(list(inputs.roles))
-            rows = np.stack([positions(inputs, one).cpu().numpy() for one in coordinates[-1]])
+            rows = _rows(inputs, coordinates[-1])
         else:
             sizes = sorted({_size(shapes[group[0]], group[0], axis) for group in groups})
             if len(sizes) > 1:
@@ -163,6 +163,13 @@ def _grid(
             coordinates.append(list(range(sizes[0])))
     flat = tuple(site for group in groups for site in group)
     return SiteGrid(name, flat, by, tuple(coordinates), layer_spans(layers, by, window), rows, window)
+
+
+def _rows(inputs: Inputs, where: list[Any]) -> np.ndarray:
+    """The position of each coordinate in every example [coordinate batch]; roles and negative ones differ between examples."""
+    if inputs.mask is None and all(isinstance(one, int) and 0 <= one < inputs.length for one in where):
+        return np.repeat(np.array(where)[:, None], inputs.batch, 1)
+    return np.stack([positions(inputs, one).cpu().numpy() for one in where])
 
 
 def layer_spans(layers: tuple[int | None, ...], by: tuple[str, ...], window: int) -> tuple[tuple[int | None, ...], ...]:

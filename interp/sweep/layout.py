@@ -146,8 +146,9 @@ def _rows(mask: np.ndarray, order: np.ndarray, cell: np.ndarray, example: np.nda
 
 
 def _size(rows: np.ndarray) -> np.ndarray:
-    """The size class of each sequence: its number of rows, to the next power of two."""
-    return np.ceil(np.log2(np.maximum(rows.sum(1), 1))).astype(np.int64)
+    """The size class of each sequence: its number of rows to the next power of two; up to eight are one class, because so
+    small a rectangle costs less than another one."""
+    return np.maximum(np.ceil(np.log2(np.maximum(rows.sum(1), 1))), 3).astype(np.int64)
 
 
 def _order(rows: np.ndarray, example: np.ndarray) -> np.ndarray:

@@ -13,9 +13,11 @@ from tqdm.auto import tqdm
 from interp.hookable import Hookable, require_head
 from interp.interventions import Intervention
 from interp.metrics import Metric
+from interp.model.inputs import Inputs
+from interp.model.transformer import Transformer
 from interp.run import prepare
-from interp.sites import resolve
-from interp.sweep.base import Recorded, further_sites, record
+from interp.sites import Site, resolve
+from interp.sweep.base import Recorded, further_sites, record, record_pair
 from interp.sweep.cells import Cells
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
@@ -109,22 +111,42 @@ def plan_sweep(
     check_choices(direction=direction, engine=engine, exact=exact, budget=budget)
     groups = site_groups(model, sites, by, window)
     wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
-    own = [resolve(change.place, model.sites) for change in changes]
-    whole, start = engine == "reference" or exact == "bitwise", "corrupted" if direction == "denoising" else "clean"
-    runs = {}
-    for key, inputs, made in (("clean", clean, ()), ("corrupted", other, changes)):
-        more = [*own, *further_sites(model, engine, exact)] if key == start else []  # cells start from this run
-        runs[key] = record(model, inputs, dict.fromkeys([*wanted, *more]), metric, made, wanted, whole)
-    base, source = runs[start], runs["clean" if start == "corrupted" else "corrupted"]
-    shapes = {site: tuple(runs["clean"].cache[site].shape) for site in wanted}
+    denoising = direction == "denoising"
+    starts, gives = (other, clean) if denoising else (clean, other)
+    base, source = _runs(model, starts, gives, changes, denoising, metric, wanted, engine, exact)
+    clean_run, corrupted_run = (source, base) if denoising else (base, source)
+    shapes = {site: tuple(base.cache[site].shape) for site in wanted}
     grids = site_grids(groups, by, shapes, clean, other, window, positions)
-    always = changes if direction == "denoising" else ()
+    always = changes if denoising else ()
     jobs = []
     for grid in grids:
         cells = _cells(model, grid, source, always)
         fast = engine if engine == "reference" or can_walk(model, cells) else "full"
         jobs.append(Job(model, cells, base, exact, fast, budget, grid.name, grid.label, wanted))
-    return SweepPlan(jobs, grids, direction, runs["clean"].metric, runs["corrupted"].metric)
+    return SweepPlan(jobs, grids, direction, clean_run.metric, corrupted_run.metric)
+
+
+def _runs(
+    model: Hookable,
+    starts: Inputs,
+    gives: Inputs,
+    changes: Sequence[Intervention],
+    denoising: bool,
+    metric: Metric | Callable[[Tensor], Tensor],
+    wanted: Sequence[Site],
+    engine: str,
+    exact: str,
+) -> tuple[Recorded, Recorded]:
+    """The run that cells start from and the one that they take values from; `changes` corrupt the former when denoising."""
+    further, whole = further_sites(model, engine, exact), engine == "reference" or exact == "bitwise"
+    if not changes and not whole and isinstance(model, Transformer):
+        pair = record_pair(model, starts, gives, further, metric, wanted)
+        if pair is not None:
+            return pair
+    own = [resolve(change.place, model.sites) for change in changes]
+    sites = list(dict.fromkeys([*wanted, *own, *further]))
+    base = record(model, starts, sites, metric, changes if denoising else (), wanted, whole)
+    return base, record(model, gives, wanted, metric, () if denoising else changes, wanted, whole)
 
 
 def patch_sweep(
