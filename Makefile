@@ -41,6 +41,8 @@ notebooks: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python experiments/bench/forward.py
+	$(BIN)/python experiments/bench/recording.py
+	$(BIN)/python experiments/bench/sweep.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
