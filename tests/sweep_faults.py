@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from faults import make_fault
 
+from interp.interventions import Scale
 from interp.sweep import base, cells, grid, paths, walk
 from interp.sweep.attend import Reader, Slots
 from interp.sweep.cells import Grid
@@ -52,13 +53,13 @@ def _(original, self, *arguments, **named):
 
 
 @fault("closed edges are read", (Slots, "__init__"))
-def _(original, self, bucket, edges, cross):
-    original(self, bucket, torch.ones_like(edges), cross)
+def _(original, self, bucket, edges, cross, device):
+    original(self, bucket, np.ones_like(edges), cross, device)
 
 
 @fault("one column of the base run too few", (Slots, "__init__"))
-def _(original, self, bucket, edges, cross):
-    original(self, bucket, edges, cross)
+def _(original, self, bucket, edges, cross, device):
+    original(self, bucket, edges, cross, device)
     if self.stop > 1:
         keep = [i for i in range(self.closed.shape[-1]) if i != self.stop - 1]
         self.closed, self.stop = self.closed[..., keep], self.stop - 1
@@ -298,7 +299,7 @@ def _(original, self, change):
 
 @fault("other components respond to a sender", (paths, "Freeze"))
 def _(original, site, run):
-    return cells.Scale(site, 1.0)
+    return Scale(site, 1.0)
 
 
 @fault("a receiver passes on what it did not receive", (paths._Paths, "_changes"))

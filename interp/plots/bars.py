@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from interp.plots.heatmap import UNIT
+from interp.plots.heatmap import unit_of
 from interp.plots.style import COLOURS, PlotError, axis_label, clipped, need, new_figure, printable, x_ticks
 
 
@@ -17,7 +17,7 @@ def effect_bars(
     x: str = "layer",
     labels: Sequence[str] | None = None,
     value: str = "effect",
-    unit: str = UNIT,
+    unit: str | None = None,
     title: str = "",
 ) -> Figure:
     """One panel per site, one bar per `x`, one shared scale; windows that are cut off at an end of the model are hatched.
@@ -40,13 +40,13 @@ def effect_bars(
         ax.set_title(str(site))
         x_ticks(ax, shown)
         ax.set_xlabel(axis_label(table, x))
-    axes[0].set_ylabel(unit)
+    axes[0].set_ylabel(unit or unit_of(table, value))
     if title:
         figure.suptitle(title)
     return figure
 
 
-def effect_histogram(table: pd.DataFrame, value: str = "effect", unit: str = UNIT, title: str = "") -> Figure:
+def effect_histogram(table: pd.DataFrame, value: str = "effect", unit: str | None = None, title: str = "") -> Figure:
     """One panel per site: how many rows have which `value`, on a logarithmic scale of counts; table: columns site, `value`."""
     need(table, ["site", value])
     sites = list(dict.fromkeys(table["site"]))
@@ -57,7 +57,7 @@ def effect_histogram(table: pd.DataFrame, value: str = "effect", unit: str = UNI
         ax.hist(
             rows.to_numpy(dtype=float), bins=np.linspace(-top, top, 42).tolist(), color=COLOURS[0]
         )  # 0 is a bin's middle
-        ax.set(title=str(site), xlabel=unit, yscale="log")
+        ax.set(title=str(site), xlabel=unit or unit_of(table, value), yscale="log")
     axes[0].set_ylabel("number of entries")
     if title:
         figure.suptitle(title)

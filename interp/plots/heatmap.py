@@ -15,12 +15,19 @@ from interp.plots.style import PlotError, axis_label, clipped, layers_of, need, 
 UNIT = "normalised effect\n(share of logit difference)"
 
 
+def unit_of(table: pd.DataFrame, value: str) -> str:
+    """What a colour bar says when nothing else is given: the unit that a sweep's effect table carries, or the column's name."""
+    if value != "effect":
+        return value.replace("_", " ")
+    return str(table.attrs.get("unit", UNIT))
+
+
 def effect_heatmaps(
     table: pd.DataFrame,
     x: str = "position",
     labels: Sequence[str] | None = None,
     value: str = "effect",
-    unit: str = UNIT,
+    unit: str | None = None,
     title: str = "",
     y: str | None = None,
     panel: str = "site",
@@ -50,7 +57,7 @@ def effect_heatmaps(
         x_ticks(ax, shown)
         ax.set_xlabel(axis_label(table, x))
     _layer_axis(axes[0], rows, axis_label(table, y))
-    figure.colorbar(image, ax=axes, label=unit, shrink=0.9, pad=0.02)
+    figure.colorbar(image, ax=axes, label=unit or unit_of(table, value), shrink=0.9, pad=0.02)
     if title:
         figure.suptitle(title)
     return figure
@@ -69,7 +76,7 @@ def head_heatmap(
     """
     y = layers_of(table)
     need(table, [y, "head", value])
-    unit = unit or (UNIT if value == "effect" else value.replace("_", " "))
+    unit = unit or unit_of(table, value)
     grid = table.pivot_table(index=y, columns="head", values=value, aggfunc="mean")
     figure, [ax] = new_figure(1, max(3.2, 0.34 * grid.shape[1] + 1.4), max(2.9, 0.13 * grid.shape[0] + 1.3))
     image = _draw(

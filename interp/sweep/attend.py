@@ -63,19 +63,25 @@ class Slots:
 @dataclass(frozen=True)
 class Reader:
     """Reads for one layer. base_keys, base_values [batch pos kv_head d_head]; extra: keys and values of tokens that are no
-    rows of this layer [key kv_head d_head]; slots: the layer's rectangles."""
+    rows of this layer [key kv_head d_head]; slots: the layer's rectangles. waiting: for rows without queries of their own, the
+    base run's [row head d_head], and which rows have some [fresh row] and which not [row]."""
 
     base_keys: Tensor
     base_values: Tensor
     slots: list[Slots]
     extra: tuple[Tensor, Tensor] | None = None
+    waiting: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, tap: Tap) -> Tensor:
         """q [1 row head d_head], k and v [1 new_key kv_head d_head] -> z [1 row head d_head]."""
         scale = attention.config.attention_scale
         assert scale is not None  # the config resolves it
-        k, v = k[0], v[0]
-        q = (q[0] * scale).unflatten(1, (k.shape[1], -1))  # [row kv_head group d_head]
+        q, k, v = q[0], k[0], v[0]
+        if self.waiting is not None:
+            base, fresh, others = self.waiting
+            both = q.new_empty(len(fresh) + len(others), *q.shape[1:])
+            q = both.index_copy_(0, fresh, q).index_copy_(0, others, base)
+        q = (q * scale).unflatten(1, (k.shape[1], -1))  # [row kv_head group d_head]
         if self.extra is not None:
             k, v = torch.cat([k, self.extra[0]]), torch.cat([v, self.extra[1]])
         scores = [self._scores(slots, q, k) for slots in self.slots]

@@ -132,7 +132,8 @@ def further_sites(model: Hookable, engine: str, exact: str) -> list[Site]:
     if exact == "bitwise":
         return [*(site for site in model.sites if site.name == "resid_pre"), *ends]
     keys = "k_rot" if model.config.rotates else "k"
-    names = {"resid_pre", keys, "v", "cross_k", "cross_v"}
+    queries = "q_rot" if model.config.rotates else "q"
+    names = {"resid_pre", keys, "v", "cross_k", "cross_v", *([queries] if model.config.norm_position == "pre" else [])}
     middles = {
         Site(blocks[layer].middle.name, layer, name)  # type: ignore[arg-type]
         for name, blocks in _stacks(model).items()

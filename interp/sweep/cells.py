@@ -36,6 +36,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.cell)
 
+    def pick(self, chosen: np.ndarray) -> Rows:
+        """Some of these rows."""
+        return Rows(*(array[chosen] for array in vars(self).values()))
+
     def then(self, other: Rows) -> Rows:
         """These rows, then the other's."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)

@@ -73,8 +73,9 @@ class Cost:
                 * (self.per_token("full") * _layers(self.config) + self.unembedding)
             )
         work = executor.count(cells, touched)
-        return (work["token_layers"] * self.per_token("full") + work["key_value_token_layers"] * self.per_token("keys")
-                + work["ffn_token_layers"] * self.per_token("ffn"))  # fmt: skip
+        parts = {"token": "full", "key_value_token": "keys", "ffn_token": "ffn"}
+        total = sum(work[f"{name}_layers"] * self.per_token(part) for name, part in parts.items())
+        return total - work["reading_token_layers"] * self.per_token("qkv")
 
     @property
     def unembedding(self) -> float:
@@ -82,13 +83,18 @@ class Cost:
         return 2.0 * self.config.d_model * self.config.vocab
 
     def per_token(self, part: str) -> float:
-        """Multiplications and additions of one token in one block: "full", only its "keys", only its "ffn"."""
+        """Multiplications and additions of one token in one block: "full", only its "qkv", "keys" or "ffn"."""
         c = self.config
         d, head = c.d_model, getattr(c, "head_size", c.d_model // max(c.n_heads, 1))
         kv = getattr(c, "kv_heads", c.n_heads) * head
         ffn = 2.0 * d * getattr(c, "ffn_size", 4 * d) * (3 if getattr(c, "gated", False) else 2)
         attention = 2.0 * d * (2 * c.n_heads * head + 2 * kv) + 4.0 * c.n_heads * head * self.length
-        return {"full": attention + ffn, "keys": 4.0 * d * kv, "ffn": ffn}[part]
+        return {
+            "full": attention + ffn,
+            "qkv": 2.0 * d * (c.n_heads * head + 2 * kv),
+            "keys": 4.0 * d * kv,
+            "ffn": ffn,
+        }[part]
 
 
 def _layers(config: Any) -> int:

@@ -29,7 +29,8 @@ class Padded(NamedTuple):
 class Bucket:
     """Sequences of about equal size, as many of every example, padded to one rectangle: `examples`, `each` of them.
 
-    queries: which of the layer's rows each sequence has. new: which of the new keys, the rows' and then the extra ones'.
+    queries: which of the layer's rows each sequence has. new: which of the new keys, the fresh rows' and then the extra
+    ones'.
     memory: which of the memory's rows.
     """
 
@@ -47,10 +48,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one layer computes: `rows` in full, `extra` only keys and values, `late` from the middle of the block on;
-    `memory`: source tokens whose cross-attention keys and values are not the base run's."""
+    """What one layer computes: `rows`, `extra` only keys and values, `late` from the middle of the block on; `memory`: source
+    tokens whose cross-attention keys and values are not the base run's.
+
+    fresh: the numbers of the rows whose queries, keys and values are computed. The others only read: their input is still the
+    base run's, and so are their queries, keys and values.
+    """
 
     rows: Rows
+    fresh: np.ndarray
     extra: Rows
     late: Rows
     memory: Rows
@@ -114,11 +120,12 @@ def lay_out(
     example: np.ndarray,
     memory: np.ndarray | None = None,
     readable: np.ndarray | None = None,
+    idle: bool = False,
 ) -> Layout:
     """The rows of one layer. live [sequence pos]; touched: by reach ("spread", "row", "late", "memory") [sequence pos].
 
     cell, example [sequence]: what each sequence is. memory [sequence source_pos]: source tokens that are not the base run's;
-    readable [batch source_pos]: which of them cross-attention may read.
+    readable [batch source_pos]: which of them cross-attention may read. idle: rows may go without queries, keys and values.
     """
     nothing = np.zeros_like(live)
     before, after = reach.needed[layer][example], reach.needed[layer + 1][example]
@@ -130,13 +137,15 @@ def lay_out(
         memory = (memory | touched["memory"] if "memory" in touched else memory) & readable[example]
         rows = rows | memory.any(1, keepdims=True)
     rows &= after
+    fresh = rows & (spread | touched.get("row", nothing)) if idle else rows
     late = touched.get("late", nothing) & ~rows & after
     extra = spread & ~rows & before & rows.any(1, keepdims=True)
     memory = memory & rows.any(1, keepdims=True)
     order = _order(rows, example)
     tables = [_rows(mask[order], order, cell, example) for mask in (rows, extra, memory)]
-    buckets = _buckets(rows[order], extra[order], memory[order], example[order])
-    return Layout(tables[0], tables[1], _rows(late, np.arange(len(late)), cell, example), tables[2], buckets)
+    buckets = _buckets(rows[order], fresh[order], extra[order], memory[order], example[order])
+    computed = np.flatnonzero(fresh[order][rows[order]])
+    return Layout(tables[0], computed, tables[1], _rows(late, np.arange(len(late)), cell, example), tables[2], buckets)
 
 
 def _rows(mask: np.ndarray, order: np.ndarray, cell: np.ndarray, example: np.ndarray) -> Rows:
@@ -157,14 +166,16 @@ def _order(rows: np.ndarray, example: np.ndarray) -> np.ndarray:
     return order[rows[order].any(1)]
 
 
-def _buckets(rows: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: np.ndarray) -> tuple[Bucket, ...]:
+def _buckets(
+    rows: np.ndarray, fresh: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: np.ndarray
+) -> tuple[Bucket, ...]:
     """Rectangles of sequences in their order; one per size class where it holds equally many of every example."""
     if not len(rows):
         return ()
     keys = np.stack([_size(rows), example], 1)
     cuts = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
     runs = list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True))
-    ends = [np.concatenate([[0], np.cumsum(mask.sum(1))]) for mask in (rows, extra, memory)]
+    ends = [np.concatenate([[0], np.cumsum(mask.sum(1))]) for mask in (rows, fresh, extra, memory)]
     buckets = []
     while runs:
         first, stop = runs.pop(0)
@@ -174,9 +185,10 @@ def _buckets(rows: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: n
             stop = runs.pop(0)[1]
         part = slice(first, stop)
         queries = _padded(rows[part], ends[0][first])
-        others = _padded(extra[part], ends[0][-1] + ends[1][first])
-        new = Padded(*(np.concatenate(pair, 1) for pair in zip(queries, others, strict=True)))
-        buckets.append(Bucket(np.array(examples), each, queries, new, _padded(memory[part], ends[2][first])))
+        own = _padded(fresh[part], ends[1][first])
+        others = _padded(extra[part], ends[1][-1] + ends[2][first])
+        new = Padded(*(np.concatenate(pair, 1) for pair in zip(own, others, strict=True)))
+        buckets.append(Bucket(np.array(examples), each, queries, new, _padded(memory[part], ends[3][first])))
     return tuple(buckets)
 
 

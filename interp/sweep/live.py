@@ -23,17 +23,25 @@ class RowTap:
         rows: Rows,
         memory: Rows | None = None,
         taken: tuple[Site, np.ndarray] | None = None,
+        fresh: tuple[Site, np.ndarray] | None = None,
     ) -> None:
         self.walk, self.sites, self.rows, self.memory = walk, sites, rows, memory
+        self.fresh = fresh  # the site after which only these rows go on to queries, keys and values
         self.taken = taken  # the site at which some rows come from the base run, and which
 
     def wants(self, site: Site) -> bool:
         return site in self.sites
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
-        if site not in self.sites:
-            return value
+        value = self._written(site, value) if site in self.sites else value
+        if self.fresh is not None and site == self.fresh[0]:
+            value = value.index_select(1, to_index(self.fresh[1], value))
+        return value
+
+    def _written(self, site: Site, value: Tensor) -> Tensor:
         rows = self.memory if site.name in ("cross_k", "cross_v") and self.memory is not None else self.rows
+        if self.fresh is not None and site.name in ("q", "k", "v", "q_rot", "k_rot"):
+            rows = rows.pick(self.fresh[1])
         base = self.walk.base
         taken = self.taken[1] if self.taken is not None and site == self.taken[0] else None
         return self.walk.cells.write(site, value[0], rows, base.cache, base.inputs, taken)[None]

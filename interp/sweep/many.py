@@ -165,6 +165,10 @@ def knock_out_sweep(
     by = axes_of(by)
     if not edges:
         raise SweepError("edges is empty: nothing to cut")
+    if not isinstance(edges, Mapping) or not all(isinstance(one, tuple) and len(one) == 2 for one in edges.values()):
+        raise SweepError(
+            f"edges={edges!r} is not allowed; allowed: name -> (query, key), such as {{'subject': ('final', 'subject')}}"
+        )
     if not set(by) <= {"layer", "window", "head"}:
         raise SweepError(f"by={by!r} is not allowed; allowed: 'layer' or 'window', and 'head'")
     inputs = prepare(model, inputs, tokenizer, prefix)

@@ -122,13 +122,22 @@ class SweepResult:
         return {site: (values - start).mean(-1) / span for site, values in self.values.items()}
 
     def effect_table(self) -> pd.DataFrame:
-        """`effect()` as a tidy table: site, the swept axes, effect."""
+        """`effect()` as a tidy table: site, the swept axes, effect. `attrs` holds metric, direction and unit; plots read it."""
         parts = []
         for site, effect in self.effect().items():
             cells = effect.numel()
             columns = {"site": np.repeat(site, cells), **self._columns(site), "effect": _numpy(effect).reshape(-1)}
             parts.append(pd.DataFrame(columns))
-        return _whole(pd.concat(parts, ignore_index=True))
+        table = _whole(pd.concat(parts, ignore_index=True))
+        table.attrs |= {"metric": self.metric, "direction": self.direction, "unit": self._effect_unit}
+        return table
+
+    @property
+    def _effect_unit(self) -> str:
+        """What `effect()` is counted in, for an axis or a colour bar."""
+        if self.corrupted is None:
+            return f"{self.metric.replace('_', ' ')}, changed − unchanged ({self.unit or 'its own unit'})"
+        return f"normalised effect\n(share of {self.metric.replace('_', ' ')}, {self.direction})"
 
 
 def _numpy(values: Tensor) -> np.ndarray:

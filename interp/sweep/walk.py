@@ -39,6 +39,7 @@ class Stack:
             edges = torch.ones(1, inputs.length, inputs.length, dtype=torch.bool)
         self.edges = edges.reshape(-1, inputs.length, inputs.length).cpu().numpy()  # [batch or 1, query, key]
         self.reach = Reach(self.edges, len(blocks), last)
+        self.idle = config.norm_position == "pre"  # a post-norm block has no value between its stream and its queries
         self.parts = [parts(sites, layer, stack, middle_of(config)) for layer in range(len(blocks))]
         self._slots: tuple[Layout, list[Slots]] | None = None
         self.rotary = None
@@ -163,7 +164,9 @@ class _Chunk:
             settled = settled and not touched and not (live.mask & ~stack.reach.needed[layer + 1][self.example]).any()
             if not settled or layout is None:
                 readable = None if memory is None else self.walk.readable
-                layout = lay_out(stack.reach, layer, live.mask, touched, self.cell, self.example, memory, readable)
+                layout = lay_out(
+                    stack.reach, layer, live.mask, touched, self.cell, self.example, memory, readable, stack.idle
+                )
             before, live = live.mask, self._block(stack, layer, live, layout)
             settled = not touched and not len(layout.extra) and bool((live.mask == before).all())
         return live
@@ -181,6 +184,7 @@ class _Chunk:
         walk, block = self.walk, stack.blocks[layer]
         shape = (len(self.cell), stack.length)
         walk.work["token_layers"] += len(layout.rows)
+        walk.work["reading_token_layers"] += len(layout.rows) - len(layout.fresh)
         walk.work["key_value_token_layers"] += len(layout.extra)
         walk.work["ffn_token_layers"] += len(layout.late)
         walk.work["memory_token_layers"] += len(layout.memory)
@@ -193,9 +197,11 @@ class _Chunk:
         if len(layout.rows):
             x = live.gather(layout.rows, base)[None]
             reader = self._reader(stack, layer, live, layout, sites)
-            tap = RowTap(walk, sites, layout.rows, layout.memory, (block.sites.resid_pre, live.missing(layout.rows)))
-            edges = Edges(None, False, False, read=reader)
-            middle = block.mix(x, tap, edges, stack.angles(layout.rows), None, self._memory(stack, layer, layout))[0]
+            taken = block.sites.resid_pre, live.missing(layout.rows)
+            fresh = None if len(layout.fresh) == len(layout.rows) else (block.sites.norm1, layout.fresh)
+            tap = RowTap(walk, sites, layout.rows, layout.memory, taken, fresh)
+            edges, angles = Edges(None, False, False, read=reader), stack.angles(layout.rows.pick(layout.fresh))
+            middle = block.mix(x, tap, edges, angles, None, self._memory(stack, layer, layout))[0]
         if len(layout.late):
             late = base_middle[to_index(layout.late.example, middle), to_index(layout.late.position, middle)]
             every = np.ones(len(layout.late), dtype=bool)
@@ -211,7 +217,18 @@ class _Chunk:
             k, v = block.keys_values(x, tap, stack.angles(layout.extra))
             extra = k[0], v[0]
         keys = stack.at("k_rot" if stack.config.rotates else "k", layer)
-        return Reader(keys, stack.at("v", layer), stack.slots(layout), extra)
+        return Reader(keys, stack.at("v", layer), stack.slots(layout), extra, self._waiting(stack, layer, layout))
+
+    @staticmethod
+    def _waiting(stack: Stack, layer: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The base run's queries of the rows that have none of their own."""
+        if len(layout.fresh) == len(layout.rows):
+            return None
+        queries = stack.at("q_rot" if stack.config.rotates else "q", layer)
+        others = np.setdiff1d(np.arange(len(layout.rows)), layout.fresh)
+        place = layout.rows.example[others] * stack.length + layout.rows.position[others]
+        base = queries.flatten(0, 1).index_select(0, to_index(place, queries))
+        return base, to_index(layout.fresh, queries), to_index(others, queries)
 
     def _memory(self, stack: Stack, layer: int, layout: Layout) -> Memory | None:
         """What cross-attention reads: the cells' own source states and the base run's keys and values."""
