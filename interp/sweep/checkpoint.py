@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -33,6 +34,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
+        if path is not None and not isinstance(path, str | Path):
+            raise SweepError(f"checkpoint={path!r} is not allowed; allowed: a path, a Checkpoint, or None")
         self.path = None if path is None else Path(path)
         self.parts: dict[str, tuple[Tensor, Tensor]] = {}
         self.marks: dict[str, str] = {}
@@ -108,6 +111,12 @@ def _feed(digest: Any, thing: Any, seen: dict[int, tuple[Tensor, bytes]]) -> Non
     elif isinstance(thing, FunctionType):  # what it does, and what it holds on to
         closure = [cell.cell_contents for cell in thing.__closure__ or ()]
         _feed(digest, (thing.__qualname__, thing.__code__, thing.__defaults__, closure), seen)
+    elif isinstance(thing, partial):
+        _feed(digest, (thing.func, thing.args, thing.keywords), seen)
+    elif isinstance(thing, set | frozenset):
+        _feed(digest, sorted(map(repr, thing)), seen)
+    elif type(thing).__repr__ is object.__repr__ and hasattr(thing, "__dict__"):  # whose repr is an address
+        _feed(digest, (type(thing).__qualname__, vars(thing)), seen)
     elif isinstance(thing, np.ndarray):
         digest.update(thing.tobytes())
     else:

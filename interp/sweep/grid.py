@@ -96,6 +96,8 @@ def site_groups(
     for one in asked:
         names = tuple(one) if isinstance(one, list | tuple) else (one,)
         name = "+".join(map(str, names))
+        if len(set(names)) < len(names):
+            raise SweepError(f"the joint sites {name!r} name a site twice; allowed: each once")
         if not names or name in found:
             raise SweepError(f"sites holds {'an empty tuple' if not names else f'{name!r} twice'}; allowed: each once")
         groups = [_sites(model, single, by) for single in names]

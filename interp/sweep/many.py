@@ -51,11 +51,18 @@ def run_many(
     run's metric. Other arguments as in `patch_sweep`. Raises SweepError, InterventionError, UnknownSiteError and what
     `patch_sweep` raises.
     """
+    if isinstance(cells, Intervention | str) or not isinstance(cells, Mapping | Sequence):
+        raise SweepError(
+            f"cells={cells!r} is not allowed; allowed: a list of interventions or of lists of them, or name -> those"
+        )
     names = list(cells) if isinstance(cells, Mapping) else list(range(len(cells)))
     given = list(cells.values()) if isinstance(cells, Mapping) else list(cells)
     if not given:
         raise SweepError("cells is empty: nothing to run")
-    listed = [[one] if isinstance(one, Intervention) else list(one) for one in given]
+    listed = [
+        [one] if isinstance(one, Intervention) else list(one) if isinstance(one, list | tuple) else [one]
+        for one in given
+    ]
     always = [change] if isinstance(change, Intervention) else list(change)
     inputs = prepare(model, inputs, tokenizer, prefix)
     grid = SiteGrid("cells", (), ("cell",), (names,), (), None, 1)
@@ -84,10 +91,17 @@ def plan_ablation(
     """An ablation sweep with its unchanged run made and nothing else computed: see `ablation_sweep`, which runs it."""
     if value not in ("zero", "mean", "resample", "noise"):
         raise SweepError(f"value={value!r} is not allowed; allowed: 'zero', 'mean', 'resample', 'noise'")
+    if not 0 <= std < float("inf"):
+        raise SweepError(f"std={std!r} is not allowed; allowed: a number >= 0")
+    by = axes_of(by)
     inputs = prepare(model, inputs, tokenizer, prefix)
     groups = site_groups(model, sites, by, window)
     wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
     held = run(model, inputs, record=wanted, wanted=wanted) if reference is None else reference
+    if not isinstance(held, Run) or any(site not in held.cache for site in wanted):
+        raise SweepError(
+            f"reference={held!r} is not allowed; allowed: a Run that recorded {', '.join(map(str, wanted[:3]))} …"
+        )
     _own_run(model, held)
     shapes = {site: tuple(held.cache[site].shape) for site in wanted}
     grids = site_grids(groups, by, shapes, inputs, None, window, positions)

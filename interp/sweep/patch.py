@@ -22,7 +22,7 @@ from interp.sweep.cells import Cells
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
 from interp.sweep.execute import Estimate, Exact, Job, can_walk
-from interp.sweep.grid import SiteGrid, check_choices, check_pairs, site_grids, site_groups
+from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups
 from interp.sweep.listed import Listed
 from interp.sweep.result import SweepResult
 
@@ -103,6 +103,7 @@ def plan_sweep(
     prefix: Sequence[int] | None = None,
 ) -> SweepPlan:
     """A patching sweep with its two runs made and nothing else computed: see `patch_sweep`, which runs it."""
+    by, sites = axes_of(by), sites if isinstance(sites, str) else list(sites)
     clean = prepare(model, clean, tokenizer, prefix)
     changes = _changes(model, corrupted)
     other = clean if changes else prepare(model, corrupted, tokenizer, prefix)

@@ -21,6 +21,9 @@ class Reading:
     """
 
     def __init__(self, metric: Metric | Callable[[Tensor], Tensor], inputs: Inputs, vocab: int) -> None:
+        if not callable(metric):
+            raise MetricError(f"metric={metric!r} is not allowed; allowed: a Metric such as logit_difference(correct, wrong), or a "
+                              "function of logits [batch pos vocab]")  # fmt: skip
         self.metric, self.inputs = metric, inputs
         self.name = getattr(metric, "name", getattr(metric, "__name__", "metric"))
         self.unit = getattr(metric, "unit", "")
@@ -53,6 +56,7 @@ class Reading:
 
     def of_slice(self, one: Tensor) -> Tensor:
         """The metric [batch] of one run's slice. Raises MetricError."""
+        one = one.clone()  # a metric that works in place has its own
         value = self.metric(wide(one)) if isinstance(self.metric, Metric) else self.metric(one)
         batch = self.inputs.batch
         if not isinstance(value, Tensor) or tuple(value.shape) != (batch,) or not value.dtype.is_floating_point:
