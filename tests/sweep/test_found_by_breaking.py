@@ -11,7 +11,6 @@ import torch
 from interp import (
     Add,
     Metric,
-    Replace,
     Zero,
     ablation_sweep,
     knock_out_sweep,
