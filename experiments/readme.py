@@ -20,7 +20,7 @@ PARTS = {"README.md": ("block",), "docs/sites.md": ("sites",)}
 def parts() -> dict[str, str]:
     """Name of each marked part -> its text."""
     halves = [textwrap.dedent(inspect.getsource(half)).strip() for half in (PreNormBlock.mix, PreNormBlock.feed)]
-    block = "\n\n".join(halves)
+    block = "\n\n\n".join(halves)
     return {"block": f"```python\n{block}\n```", "sites": symbol_table()}
 
 

@@ -22,8 +22,8 @@ class Reading:
 
     def __init__(self, metric: Metric | Callable[[Tensor], Tensor], inputs: Inputs, vocab: int) -> None:
         if not callable(metric):
-            raise MetricError(f"metric={metric!r} is not allowed; allowed: a Metric such as logit_difference(correct, wrong), or a "
-                              "function of logits [batch pos vocab]")  # fmt: skip
+            raise MetricError(f"metric={metric!r} is not allowed; allowed: a Metric such as logit_difference(correct, wrong), or "
+                              "a function of logits [batch pos vocab]")  # fmt: skip
         self.metric, self.inputs = metric, inputs
         self.name = getattr(metric, "name", getattr(metric, "__name__", "metric"))
         self.unit = getattr(metric, "unit", "")
