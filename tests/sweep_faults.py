@@ -11,7 +11,7 @@ import torch
 from faults import make_fault
 
 from interp.interventions import Scale
-from interp.sweep import base, cells, grid, paths, walk
+from interp.sweep import cells, grid, paths, walk
 from interp.sweep.attend import Reader, Slots
 from interp.sweep.cells import Grid
 from interp.sweep.checkpoint import Checkpoint
@@ -282,9 +282,9 @@ def _(original, self, logits):
     return original(self, logits.roll(1, 1))
 
 
-@fault("the metric's entries in another order", (base, "unembed_at"))
-def _(original, model, stream, reading):
-    return original(model, stream, reading).flip(-1)
+@fault("the metric's entries in another order", (Reading, "at"))
+def _(original, self, *rest):
+    return original(self, *rest).flip(-1)
 
 
 @fault("a table's axes are swapped", (SweepResult, "_columns"))

@@ -55,7 +55,7 @@ def record(
         if _at_the_end(model, tap.wanted):
             one = reading.of_run(model.unembed(stream, tap))
         else:
-            one = unembed_at(model, stream, reading)
+            one = reading.at(model, stream)
     tap.check_reached()
     return _recorded(model, inputs, tap.recorded, reading, one)
 
@@ -97,7 +97,7 @@ def record_pair(
         for part, (inputs, sites) in enumerate(((base, tap.recorded), (source, wanted))):
             values = {site: tap.recorded[site].split(base.batch)[part] for site in sites}
             reading = Reading(metric, inputs, model.config.vocab)
-            found.append(_recorded(model, inputs, values, reading, unembed_at(model, streams[part], reading)))
+            found.append(_recorded(model, inputs, values, reading, reading.at(model, streams[part])))
     same = torch.from_numpy(~reached(model.config, base, base.tokens != source.tokens)).to(base.tokens.device)
     for site in wanted:
         ours, theirs = (in_rows(site, one.cache[site])[same] for one in found)
@@ -115,12 +115,6 @@ def joined(first: Inputs, second: Inputs) -> Inputs | None:
             return None
         fields[name] = None if a is None or b is None else torch.cat([a, b])
     return None if first.embeddings is not None or second.embeddings is not None else Inputs(**fields)
-
-
-def unembed_at(model: Any, stream: Tensor, reading: Reading) -> Tensor:
-    """The entries that the metric reads [batch n_positions n_entries] of a stream after the last block [batch pos d_model]."""
-    rows = stream.gather(1, reading.positions[..., None].expand(-1, -1, stream.shape[-1]))
-    return model.unembed(rows, None, None if reading.entries is None else reading.at_entries())
 
 
 def further_sites(model: Hookable, engine: str, exact: str) -> list[Site]:

@@ -16,10 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp.interventions import (
-    Intervention,
-    Replace,
-)
+from interp.interventions import Intervention, Replace
 from interp.model.inputs import Inputs
 from interp.sites import Site
 
@@ -180,7 +177,7 @@ class Grid(Cells):
         for write, which in zip(self.writes, at.which, strict=True):
             if which[0] < 0:
                 continue
-            site, index = write.sites[which[0]], []
+            site = write.sites[which[0]]
             edges = site.spec.axes[0] == "head"
             rows = slice(None) if at.positions is None else torch.from_numpy(at.positions[0][chosen])
             entry = slice(None) if at.entry is None else int(at.entry[0])

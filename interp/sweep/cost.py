@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from interp.model.inputs import Inputs, attention_edges
+from interp.model.inputs import Inputs
 from interp.sites import Site
+from interp.sweep.layout import edges_of
 from interp.sweep.reading import Reading
 
 
@@ -39,9 +40,7 @@ class Cost:
         most = inputs.batch * length
         closure = None
         if walks and inputs.source is None:
-            edges = attention_edges(config, inputs).dense(length, length, inputs.tokens.device)
-            closure = _closure(np.ones((1, length, length), bool) if edges is None else
-                               edges.reshape(-1, length, length).cpu().numpy())  # fmt: skip
+            closure = _closure(edges_of(config, inputs))
         parameter = next(iter(getattr(model, "parameters", list)()), torch.zeros(()))
         width = parameter.element_size()
         numbers = _numbers_per_row(config, length, {site.name for site in sites})
@@ -111,10 +110,7 @@ def _closure(edges: np.ndarray) -> np.ndarray:
 
 def reached(config: Any, inputs: Inputs, changed: Any) -> np.ndarray:
     """Which tokens a change of some can reach in any layer, themselves included: bool [batch pos] of bool [batch pos]."""
-    edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, inputs.tokens.device)
-    if edges is None:
-        return np.broadcast_to(changed.cpu().numpy().any(1, keepdims=True), tuple(inputs.tokens.shape))
-    closure = _closure(edges.reshape(-1, inputs.length, inputs.length).cpu().numpy())
+    closure = _closure(edges_of(config, inputs))
     return (changed.cpu().numpy()[:, None].astype(np.float32) @ closure.astype(np.float32))[:, 0] > 0
 
 

@@ -86,7 +86,7 @@ class Job:
     @cached_property
     def executor(self) -> Any:
         """The walk, or full forwards where it cannot be used."""
-        if self.engine == "fast" and self.exact == "rounding" and can_walk(self.model, self.cells):
+        if self.engine == "fast" and self.exact == "rounding":
             assert isinstance(self.model, Transformer)
             return Walk(self.model, self.cells, self.base)
         return Full(self.model, self.cells, self.base, self.wanted, self.exact == "bitwise")
@@ -99,8 +99,7 @@ class Job:
     @cached_property
     def allowed(self) -> float:
         """Bytes that a chunk may take."""
-        available = free_memory(self.base.inputs.tokens.device) / 2 if self.budget is None else self.budget
-        return available
+        return free_memory(self.base.inputs.tokens.device) / 2 if self.budget is None else self.budget
 
     def estimate(self) -> Estimate:
         """Cost from the layout of a sample of cells, without computing any."""
@@ -268,9 +267,9 @@ class Job:
         ]
 
 
-def can_walk(model: Hookable, cells: Cells) -> bool:
-    """Whether the fast engine knows this model and these changes."""
-    return isinstance(model, Transformer) and cells.rowwise
+def engine_for(asked: str, model: Hookable, cells: Cells) -> str:
+    """The engine that was asked for; "full" where the fast one does not know this model or these changes."""
+    return asked if asked == "reference" or (isinstance(model, Transformer) and cells.rowwise) else "full"
 
 
 def free_memory(device: torch.device) -> float:

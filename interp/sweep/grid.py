@@ -107,6 +107,11 @@ def site_groups(
     return found
 
 
+def sites_of(groups: Mapping[str, list[list[Site]]]) -> list[Site]:
+    """Every site of some groups, each once."""
+    return list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
+
+
 def axes_of(by: str | Sequence[str]) -> tuple[str, ...]:
     """The axes to sweep as a tuple."""
     return (by,) if isinstance(by, str) else tuple(by)

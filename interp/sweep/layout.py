@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from interp.model.config import ModelConfig
+from interp.model.inputs import Inputs, attention_edges
 from interp.sites import Site
 from interp.sweep.cells import Rows
 
@@ -201,6 +202,13 @@ def _padded(mask: np.ndarray, start: int) -> Padded:
     number[real] = start + np.arange(int(counts.sum()))
     column[real] = np.nonzero(mask)[1]
     return Padded(number, column, real)
+
+
+def edges_of(config: Any, inputs: Inputs) -> np.ndarray:
+    """Who reads whom in self-attention, spelled out: bool [batch or 1, query, key]."""
+    n = inputs.length
+    edges = attention_edges(config, inputs).dense(n, n, inputs.tokens.device)
+    return np.ones((1, n, n), dtype=bool) if edges is None else edges.reshape(-1, n, n).cpu().numpy()
 
 
 def middle_of(config: ModelConfig) -> str:

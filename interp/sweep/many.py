@@ -19,8 +19,8 @@ from interp.sites import Site, resolve
 from interp.sweep.base import further_sites, record
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
-from interp.sweep.execute import Exact, Job, can_walk
-from interp.sweep.grid import SiteGrid, axes_of, check_choices, layer_spans, site_grids, site_groups
+from interp.sweep.execute import Exact, Job, engine_for
+from interp.sweep.grid import SiteGrid, axes_of, check_choices, layer_spans, site_grids, site_groups, sites_of
 from interp.sweep.listed import Listed
 from interp.sweep.patch import SweepPlan
 from interp.sweep.result import SweepResult
@@ -96,7 +96,7 @@ def plan_ablation(
     by = axes_of(by)
     inputs = prepare(model, inputs, tokenizer, prefix)
     groups = site_groups(model, sites, by, window)
-    wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
+    wanted = sites_of(groups)
     held = run(model, inputs, record=wanted, wanted=wanted) if reference is None else reference
     if not isinstance(held, Run) or any(site not in held.cache for site in wanted):
         raise SweepError(
@@ -229,8 +229,8 @@ def listed_plan(
     base = record(model, inputs, reads, metric, always, wanted, engine == "reference" or exact == "bitwise")
     planned = []
     for (grid, _), cells in zip(jobs, made, strict=True):
-        fast = engine if engine == "reference" or can_walk(model, cells) else "full"
-        planned.append(Job(model, cells, base, exact, fast, budget, grid.name, grid.label, wanted))
+        way = engine_for(engine, model, cells)
+        planned.append(Job(model, cells, base, exact, way, budget, grid.name, grid.label, wanted))
     return SweepPlan(planned, [grid for grid, _ in jobs], direction, base.metric, None)
 
 

@@ -21,8 +21,8 @@ from interp.sweep.base import Recorded, further_sites, record, record_pair
 from interp.sweep.cells import Cells
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
-from interp.sweep.execute import Estimate, Exact, Job, can_walk
-from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups
+from interp.sweep.execute import Estimate, Exact, Job, engine_for
+from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups, sites_of
 from interp.sweep.listed import Listed
 from interp.sweep.result import SweepResult
 
@@ -111,7 +111,7 @@ def plan_sweep(
     check_pairs(clean, other)
     check_choices(direction=direction, engine=engine, exact=exact, budget=budget)
     groups = site_groups(model, sites, by, window)
-    wanted = list(dict.fromkeys(site for group in groups.values() for same in group for site in same))
+    wanted = sites_of(groups)
     denoising = direction == "denoising"
     starts, gives = (other, clean) if denoising else (clean, other)
     base, source = _runs(model, starts, gives, changes, denoising, metric, wanted, engine, exact)
@@ -122,8 +122,8 @@ def plan_sweep(
     jobs = []
     for grid in grids:
         cells = _cells(model, grid, source, always)
-        fast = engine if engine == "reference" or can_walk(model, cells) else "full"
-        jobs.append(Job(model, cells, base, exact, fast, budget, grid.name, grid.label, wanted))
+        way = engine_for(engine, model, cells)
+        jobs.append(Job(model, cells, base, exact, way, budget, grid.name, grid.label, wanted))
     return SweepPlan(jobs, grids, direction, clean_run.metric, corrupted_run.metric)
 
 

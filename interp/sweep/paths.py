@@ -27,8 +27,8 @@ from interp.sweep.base import Recorded, further_sites, record
 from interp.sweep.cells import Grid
 from interp.sweep.checkpoint import Checkpoint
 from interp.sweep.errors import SweepError
-from interp.sweep.execute import Exact, Job, can_walk
-from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups
+from interp.sweep.execute import Exact, Job, engine_for
+from interp.sweep.grid import SiteGrid, axes_of, check_choices, check_pairs, site_grids, site_groups, sites_of
 from interp.sweep.listed import Listed
 from interp.sweep.patch import Direction, SweepPlan
 from interp.sweep.result import SweepResult
@@ -94,7 +94,7 @@ def path_patch(
     places = _places(model, receivers)
     frozen = [site for site in model.sites if site.name in ("attn_out", "cross_out", "ffn_out")]
     targets = [site for place in places.values() for site, _ in place]
-    sending = [site for group in groups.values() for same in group for site in same]
+    sending = sites_of(groups)
     streams = [site for site in model.sites if site.name in ("resid_pre", "resid_mid", "resid_cross", "resid_post")]
     wanted = list(dict.fromkeys([*sending, *targets]))
     reads = list(dict.fromkeys([*wanted, *frozen, *streams, *further_sites(model, engine, exact)]))
@@ -111,7 +111,7 @@ def path_patch(
     cells = PathCells(paths, model.sites, targets)
     axes = ("receiver", *grid.axes)
     whole_grid = SiteGrid(f"{senders} → receiver", (), axes, (list(places), *grid.coordinates), (), None, 1)
-    way = engine if engine == "reference" or can_walk(model, cells) else "full"
+    way = engine_for(engine, model, cells)
     job = Job(model, cells, base, exact, way, budget, whole_grid.name, whole_grid.label, wanted)
     plan = SweepPlan([job], [whole_grid], direction, runs["clean"].metric, runs["corrupted"].metric)
     return plan.run(check, checkpoint, progress)

@@ -85,8 +85,8 @@ class Reading:
         """The metric [batch] of full logits, read by the metric itself."""
         return evaluate(self.metric, logits, inputs or self.inputs)
 
-    def at(self, model: Any, stream: Tensor, examples: list[int], tap: Any) -> Tensor:
-        """The slice of single examples' streams after the last block [n pos d_model] -> [n n_positions n_entries]."""
+    def at(self, model: Any, stream: Tensor, examples: Any = slice(None), tap: Any = None) -> Tensor:
+        """The slice [n n_positions n_entries] of streams after the last block [n pos d_model]; examples: which those are."""
         positions = self.positions[examples]
         rows = stream.gather(1, positions[..., None].expand(-1, -1, stream.shape[-1]))
         return model.unembed(rows, tap, None if self.entries is None else self.at_entries()[examples])

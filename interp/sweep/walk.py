@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interp.model.inputs import Edges, Inputs, Memory, attention_edges, cross_edges, position_ids
+from interp.model.inputs import Edges, Inputs, Memory, cross_edges, position_ids
 from interp.model.positions import rotary_table
 from interp.model.transformer import Transformer
 from interp.sites import Site
 from interp.sweep.attend import Reader, Slots
 from interp.sweep.base import Recorded
 from interp.sweep.cells import Cells, Rows
-from interp.sweep.layout import Layout, Reach, lay_out, middle_of, parts
+from interp.sweep.layout import Layout, Reach, edges_of, lay_out, middle_of, parts
 from interp.sweep.live import Live, RowTap, to_index
 
 
@@ -34,10 +34,7 @@ class Stack:
     ) -> None:
         self.blocks, self.config, self.stack, self.base, self.length = blocks, config, stack, base, inputs.length
         self.device = inputs.tokens.device
-        edges = attention_edges(config, inputs).dense(inputs.length, inputs.length, self.device)
-        if edges is None:
-            edges = torch.ones(1, inputs.length, inputs.length, dtype=torch.bool)
-        self.edges = edges.reshape(-1, inputs.length, inputs.length).cpu().numpy()  # [batch or 1, query, key]
+        self.edges = edges_of(config, inputs)
         self.reach = Reach(self.edges, len(blocks), last)
         self.idle = config.norm_position == "pre"  # a post-norm block has no value between its stream and its queries
         self.parts = [parts(sites, layer, stack, middle_of(config)) for layer in range(len(blocks))]
