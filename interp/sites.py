@@ -119,9 +119,14 @@ class Site:
             not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < 0
         ):
             raise UnknownSiteError(f"layer of {self.name!r} must be an integer from 0, got {self.layer!r}")
+        # Sites are looked up at every tap: the number is made once.
+        object.__setattr__(self, "_hash", hash(self.name) + (0 if self.layer is None else self.layer + 1))
 
     def __hash__(self) -> int:
-        return hash(self.name) + (0 if self.layer is None else self.layer + 1)  # sites are looked up at every tap
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self):
+        return Site, (self.name, self.layer, self.stack)  # another process hashes text to other numbers
 
     def __str__(self) -> str:
         parts = [self.stack, None if self.layer is None else str(self.layer), self.name]

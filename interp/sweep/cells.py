@@ -199,11 +199,8 @@ class Grid(Cells):
                 if at.positions is None:
                     mask[mine] |= different
                 else:
-                    where = at.positions[mine][..., None]  # [cell batch 1]
-                    chosen = np.take_along_axis(different, where, 2) | np.take_along_axis(mask[mine], where, 2)
-                    part = mask[mine]
-                    np.put_along_axis(part, where, chosen, 2)
-                    mask[mine] = part
+                    where, batch = at.positions[mine], np.arange(different.shape[1])  # [cell batch]
+                    mask[mine[:, None], batch, where] |= different[np.arange(len(mine))[:, None], batch, where]
         return found
 
     def _differs(self, site: Site, base: Mapping[Site, Tensor]) -> np.ndarray:

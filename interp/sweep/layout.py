@@ -91,24 +91,20 @@ class Reach:
     """
 
     def __init__(self, edges: np.ndarray, n_layers: int, last: np.ndarray) -> None:
-        self.edges = edges
+        self.reads = edges.swapaxes(1, 2).astype(np.float32)  # [batch or 1, key, query]: products of it count edges
         self.needed = [last]
         for _ in range(n_layers):
             after = self.needed[0]
-            self.needed.insert(0, after | self._any(edges.swapaxes(1, 2), after[:, None])[:, 0])
-
-    @staticmethod
-    def _any(edges: np.ndarray, live: np.ndarray) -> np.ndarray:
-        """Which queries read a live key: edges [batch or 1, q, k], live [batch … k] -> [batch … q]."""
-        return np.matmul(live.astype(np.float32), edges.swapaxes(-1, -2).astype(np.float32)) > 0
+            self.needed.insert(0, after | (after[:, None].astype(np.float32) @ self.reads.swapaxes(1, 2) > 0)[:, 0])
 
     def readers(self, live: np.ndarray, example: np.ndarray) -> np.ndarray:
         """live [sequence key] -> which queries of the same sequence read one [sequence query]."""
-        if len(self.edges) == 1:
-            return self._any(self.edges[0], live)
-        found = np.zeros((len(live), self.edges.shape[1]), dtype=bool)
+        keys = live.astype(np.float32)
+        if len(self.reads) == 1:
+            return keys @ self.reads[0] > 0
+        found = np.zeros((len(live), self.reads.shape[2]), dtype=bool)
         for one in np.unique(example):
-            found[example == one] = self._any(self.edges[one], live[example == one])
+            found[example == one] = keys[example == one] @ self.reads[one] > 0
         return found
 
 
@@ -142,9 +138,11 @@ def lay_out(
     late = touched.get("late", nothing) & ~rows & after
     extra = spread & ~rows & before & rows.any(1, keepdims=True)
     memory = memory & rows.any(1, keepdims=True)
-    order = _order(rows, example)
+    size = _size(rows)
+    order = np.lexsort((example, size))  # by size class, then by example; only sequences that compute anything
+    order = order[rows[order].any(1)]
     tables = [_rows(mask[order], order, cell, example) for mask in (rows, extra, memory)]
-    buckets = _buckets(rows[order], fresh[order], extra[order], memory[order], example[order])
+    buckets = _buckets(rows[order], fresh[order], extra[order], memory[order], size[order], example[order])
     computed = np.flatnonzero(fresh[order][rows[order]])
     return Layout(tables[0], computed, tables[1], _rows(late, np.arange(len(late)), cell, example), tables[2], buckets)
 
@@ -161,19 +159,13 @@ def _size(rows: np.ndarray) -> np.ndarray:
     return np.maximum(np.ceil(np.log2(np.maximum(rows.sum(1), 1))), 3).astype(np.int64)
 
 
-def _order(rows: np.ndarray, example: np.ndarray) -> np.ndarray:
-    """The sequences that compute anything, by size class, then by example."""
-    order = np.lexsort((np.arange(len(rows)), example, _size(rows)))
-    return order[rows[order].any(1)]
-
-
 def _buckets(
-    rows: np.ndarray, fresh: np.ndarray, extra: np.ndarray, memory: np.ndarray, example: np.ndarray
+    rows: np.ndarray, fresh: np.ndarray, extra: np.ndarray, memory: np.ndarray, size: np.ndarray, example: np.ndarray
 ) -> tuple[Bucket, ...]:
     """Rectangles of sequences in their order; one per size class where it holds equally many of every example."""
     if not len(rows):
         return ()
-    keys = np.stack([_size(rows), example], 1)
+    keys = np.stack([size, example], 1)
     cuts = np.flatnonzero((keys[1:] != keys[:-1]).any(1)) + 1
     runs = list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True))
     ends = [np.concatenate([[0], np.cumsum(mask.sum(1))]) for mask in (rows, fresh, extra, memory)]
@@ -188,7 +180,7 @@ def _buckets(
         queries = _padded(rows[part], ends[0][first])
         own = _padded(fresh[part], ends[1][first])
         others = _padded(extra[part], ends[1][-1] + ends[2][first])
-        new = Padded(*(np.concatenate(pair, 1) for pair in zip(own, others, strict=True)))
+        new = Padded(*(np.concatenate(pair, 1) for pair in zip(own, others, strict=True))) if others.real.size else own
         buckets.append(Bucket(np.array(examples), each, queries, new, _padded(memory[part], ends[3][first])))
     return tuple(buckets)
 
@@ -197,6 +189,8 @@ def _padded(mask: np.ndarray, start: int) -> Padded:
     """The set entries of each row of a mask, numbered on from `start`."""
     counts = mask.sum(1)
     width = int(counts.max(initial=0))
+    if not width:
+        return Padded(*(np.zeros((len(mask), 0), dtype=kind) for kind in (np.int64, np.int64, bool)))
     real = np.arange(width)[None] < counts[:, None]
     number, column = np.full(real.shape, start), np.zeros(real.shape, dtype=np.int64)
     number[real] = start + np.arange(int(counts.sum()))

@@ -222,7 +222,9 @@ class _Chunk:
         if len(layout.fresh) == len(layout.rows):
             return None
         queries = stack.at("q_rot" if stack.config.rotates else "q", layer)
-        others = np.setdiff1d(np.arange(len(layout.rows)), layout.fresh)
+        others = np.ones(len(layout.rows), dtype=bool)
+        others[layout.fresh] = False
+        others = np.flatnonzero(others)
         place = layout.rows.example[others] * stack.length + layout.rows.position[others]
         base = queries.flatten(0, 1).index_select(0, to_index(place, queries))
         return base, to_index(layout.fresh, queries), to_index(others, queries)
