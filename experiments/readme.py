@@ -10,18 +10,34 @@ import re
 import textwrap
 from pathlib import Path
 
+import pandas as pd
+
 from interp.model.block import PreNormBlock
 from interp.sites import symbol_table
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"README.md": ("block",), "docs/sites.md": ("sites",)}
+PARTS = {"README.md": ("block", "tasks"), "docs/sites.md": ("sites",)}
 
 
 def parts() -> dict[str, str]:
     """Name of each marked part -> its text."""
     halves = [textwrap.dedent(inspect.getsource(half)).strip() for half in (PreNormBlock.mix, PreNormBlock.feed)]
     block = "\n\n\n".join(halves)
-    return {"block": f"```python\n{block}\n```", "sites": symbol_table()}
+    return {"block": f"```python\n{block}\n```", "sites": symbol_table(), "tasks": task_table()}
+
+
+def task_table() -> str:
+    """What experiments/bench/tasks.py measured, one line per task: median over seeds."""
+    table = pd.read_csv(ROOT / "experiments/bench/results/tasks/tasks.csv")
+    lines = ["| task | model | learned when | steps | minutes, one core | seeds |", "|---|---|---|---|---|---|"]
+    for task, rows in table.groupby("task", sort=False):
+        met = rows.dropna(subset=["steps"])
+        steps = f"{met['steps'].median():,.0f}" if len(met) else f"not in {rows['steps_allowed'].iloc[0]:,}"
+        minutes = f"{met['seconds'].median() / 60:.1f}" if len(met) else "–"
+        first = rows.iloc[0]
+        lines.append(f"| `{task}` | {first['model']} | {first['goals'].replace('_', ' ')} | {steps} | {minutes} | "
+                     f"{len(met)} of {len(rows)} |")  # fmt: skip
+    return "\n".join(lines)
 
 
 def filled(file: str) -> str:

@@ -26,7 +26,7 @@ def test_importing_interp_pulls_in_nothing_heavy():
 
 
 def test_the_core_never_imports_the_command_lines_parser():
-    core = ("model", "run", "generate", "sweep", "training", "tasks", "analyses")
+    core = ("model", "run", "generate", "sweep", "training", "tasks", "analyses", "engines")
     assert "tyro" not in modules_after("; ".join(f"import interp.{module}" for module in core))
 
 
@@ -57,8 +57,10 @@ def test_only_bridges_know_other_libraries_and_only_plots_and_reports_draw():
             assert not roots & {"transformers", "transformer_lens"}, path
         if room not in ("plots", "report"):
             assert "matplotlib" not in roots, path
-        if room == "plots":
+        if room in ("plots", "engines"):
             assert "torch" not in roots, path
+        if room != "engines":
+            assert not roots & {"ray", "joblib"}, path
         if path.name == "record.py" and room == "record.py":
             assert not any(name.startswith("interp") for name in names)
 

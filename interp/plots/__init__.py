@@ -1,7 +1,7 @@
 """Tidy table -> matplotlib figure. Nothing is computed here but means for display; nothing here imports torch."""
 
 from interp.plots.bars import effect_bars, effect_histogram
-from interp.plots.curves import lens_curves, training_curves
+from interp.plots.curves import lens_curves, run_curves, training_curves
 from interp.plots.heatmap import effect_heatmaps, head_heatmap
 from interp.plots.parity import parity_map
 
@@ -12,5 +12,6 @@ __all__ = [
     "head_heatmap",
     "lens_curves",
     "parity_map",
+    "run_curves",
     "training_curves",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -17,19 +18,35 @@ LENS_PANELS = {
 
 def training_curves(curves: pd.DataFrame, title: str = "") -> Figure:
     """Loss of the last batch and accuracy per split against the step; columns step, split, loss, accuracy."""
-    need(curves, ["step", "split", "loss", "accuracy"])
+    return run_curves(curves.assign(run="run"), title)
+
+
+def run_curves(curves: pd.DataFrame, title: str = "") -> Figure:
+    """The training curves of several runs: a thin line each and their median; columns run, step, split, loss, accuracy."""
+    need(curves, ["run", "step", "split", "loss", "accuracy"])
     figure, (left, right) = new_figure(2, 3.6, 2.7)
-    loss = curves.drop_duplicates("step")
-    dots = "." if len(loss) < 20 else ""  # a single evaluation is a point, not an invisible line
-    left.plot(loss["step"], loss["loss"], color=COLOURS[0], marker=dots)
+    single = curves["run"].nunique() == 1
+    _lines(left, curves.drop_duplicates(["run", "step"]), "loss", COLOURS[0], "", single)
     left.set(xlabel="training step", ylabel="loss of the batch (nats)", yscale="log")
-    for colour, (split, rows) in zip(COLOURS, curves.groupby("split", sort=False), strict=False):
-        right.plot(rows["step"], 100 * rows["accuracy"], color=colour, marker=dots, label=str(split).replace("_", " "))
+    shown = curves.assign(percent=100 * curves["accuracy"])
+    for colour, (split, rows) in zip(COLOURS, shown.groupby("split", sort=False), strict=False):
+        _lines(right, rows, "percent", colour, str(split).replace("_", " "), single)
     right.set(xlabel="training step", ylabel="accuracy (% of asked tokens)", ylim=(0, 102))
-    right.legend(frameon=False)
+    handles, names = right.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     if title:
         figure.suptitle(title)
     return figure
+
+
+def _lines(ax: Axes, rows: pd.DataFrame, column: str, colour: str, label: str, single: bool) -> None:
+    dots = "." if rows["step"].nunique() < 20 else ""  # a single evaluation is a point, not an invisible line
+    if not single:
+        for _, one in rows.groupby("run"):
+            ax.plot(one["step"], one[column], color=colour, alpha=0.35, linewidth=0.8)
+        label = f"{label}, median of {rows['run'].nunique()} runs" if label else ""
+    middle = rows.groupby("step")[column].median()
+    ax.plot(middle.index, middle, color=colour, linewidth=1.5 if single else 2.2, marker=dots, label=label)
 
 
 def lens_curves(table: pd.DataFrame, title: str = "") -> Figure:

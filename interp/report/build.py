@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from interp import record
 from interp.report import real as real_model
@@ -56,16 +55,21 @@ def _limits(real: bool) -> Section:
 
 def provenance_section(folder: Path, started: float, **about_run: Any) -> Section:
     """How a page was made, on the page and in provenance.json."""
-    section = Section("How this page was made")
     about = record.provenance(started=started, **about_run)
     record.write_json(folder / "provenance.json", about)
+    return made_section("How this page was made", about)
+
+
+def made_section(title: str, about: Mapping[str, Any]) -> Section:
+    """Where results came from, from `record.provenance`."""
+    section = Section(title)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     state = " with uncommitted changes" if about["uncommitted"] else ""
     section.code(
         f"command   {about['command']}\ncommit    {about['commit'] or 'not a git checkout'}{state}\n"
         f"versions  python {about['machine']['python']}, {versions}\n"
-        f"machine   {about['machine']['cpus']} CPUs, {torch.get_num_threads()} threads, {about['machine']['platform']}\n"
-        f"finished  {about['finished']} after {about['seconds']:.0f} s"
+        f"machine   {about['machine']['cpus']} CPUs, {about['machine'].get('threads')} threads, {about['machine']['platform']}\n"
+        f"finished  {about['finished']}" + (f" after {about['seconds']:.0f} s" if about["seconds"] is not None else "")
     )
     return section
 

@@ -16,7 +16,7 @@ from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
 from interp.report.measure import largest_group, some_pairs
 from interp.report.real import choose
-from interp.tasks import ToyFacts, as_task, replacement_pairs
+from interp.tasks import ToyFacts, replacement_pairs, restore
 from interp.tasks.shipped import shipped
 from interp.tasks.task import Pairs, TaskError
 from interp.tokens import HuggingFaceTokenizer, TokenizerError, as_tokenizer, labels
@@ -109,8 +109,8 @@ def _task(extra: Any) -> Any:
     """The task that a training folder names beside its model; None where there is none of ours."""
     about = extra.get("task") if isinstance(extra, dict) else None
     try:
-        return None if about is None else dataclasses.replace(as_task(str(about["name"])), **about)  # type: ignore[type-var]
-    except (TaskError, TypeError, KeyError):  # a task that somebody wrote, of which only the name is known
+        return None if about is None else restore(about)
+    except TaskError:  # a task that somebody wrote, of which only the name is known
         return None
 
 

@@ -55,13 +55,15 @@ class Dyck:
         """The four brackets and the mask."""
         return Vocabulary(WORDS)
 
-    def words(self, lengths: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Uniform balanced words of the given lengths [batch], padded on the right, and each bracket's partner [batch pos]."""
-        counts, size = self._counts(int(lengths.max())), len(lengths)
-        tokens, partner = torch.zeros(2, size, int(lengths.max()), dtype=torch.long)
-        depth, rows = torch.zeros(size, dtype=torch.long), torch.arange(size)
+    def words(self, lengths: Tensor, generator: torch.Generator, longest: int) -> tuple[Tensor, Tensor]:
+        """Uniform balanced words of the given lengths [batch], padded on the right to `longest`, and each bracket's partner
+        [batch pos]."""
+        counts, size = self._counts(longest), len(lengths)
+        tokens, partner = torch.zeros(2, size, longest, dtype=torch.long)
+        depth, rows, places = torch.zeros(size, dtype=torch.long), torch.arange(size), torch.arange(longest)
         opened = torch.zeros(size, self.depth + 1, dtype=torch.long)  # position of the bracket open at each depth
-        for t in range(tokens.shape[1]):
+        depths = torch.arange(self.depth + 1)
+        for t in range(longest):
             left = (lengths - t).clamp(min=0)
             ways = counts[(left - 1).clamp(min=0), depth + 1] * 2 / counts[left, depth]
             opens = (torch.rand(size, generator=generator, dtype=torch.float64) < ways) & (left > 0)
@@ -70,8 +72,8 @@ class Dyck:
             start = opened[rows, (depth - 1).clamp(min=0)]
             tokens[:, t] = torch.where(opens, kind, torch.where(closes, tokens[rows, start] + 2, 0))
             partner[:, t] = torch.where(closes, start, t)
-            partner[rows[closes], start[closes]] = t
-            opened[rows[opens], depth[opens]] = t
+            partner = torch.where(closes[:, None] & (places == start[:, None]), t, partner)
+            opened = torch.where(opens[:, None] & (depths == depth[:, None]), t, opened)
             depth = depth + opens.long() - closes.long()
         return tokens, partner
 
@@ -119,11 +121,11 @@ class Dyck:
     def sample(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """(words, mask of real positions, chosen positions), each [batch pos]."""
         lengths = 2 * torch.randint(self.shortest // 2, self.longest // 2 + 1, (size,), generator=generator)
-        words, _ = self.words(torch.cat([lengths, torch.tensor([self.longest])]), generator)  # always padded to longest
+        words, _ = self.words(lengths, generator, self.longest)
         mask = torch.arange(self.longest) < lengths[:, None]
         luck = torch.rand(size, self.longest, generator=generator).masked_fill(~mask, 2.0)
         chosen = (luck < self.share) | (luck == luck.amin(1, keepdim=True))  # at least one, or a word asks nothing
-        return words[:-1], mask, chosen
+        return words, mask, chosen
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """Fresh words; the original is asked for at the chosen positions, whatever was put there."""
@@ -170,7 +172,7 @@ class Dyck:
         if length % 2 or not 2 <= length <= self.longest:
             raise TaskError(f"length={length} is not allowed; allowed: even, 2 … {self.longest}")
         generator, rows = held_out(1 + seed), torch.arange(n)
-        words, partner = self.words(torch.full((n,), length), generator)
+        words, partner = self.words(torch.full((n,), length), generator, length)
         closing = words >= 2
         place = torch.where(closing, torch.rand(words.shape, generator=generator), -1.0).argmax(1)
         start = partner[rows, place]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import pandas as pd
@@ -35,6 +35,10 @@ class Batch:
     def select(self, rows: slice) -> Batch:
         """The examples of a slice."""
         return Batch(self.inputs.select(rows), self.positions[rows], self.targets[rows])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+        return Batch(self.inputs.to(device), self.positions.to(device), self.targets.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +87,8 @@ class Goal:
 
 
 class Task(Protocol):
-    """What the training loop needs. `batch` is a function of (step, size, seed) alone, so resuming needs no state."""
+    """What the training loop needs. `batch` is a function of (step, size, seed) and PyTorch's default device alone, so
+    resuming needs no state; it draws on that device, whose random numbers are its own."""
 
     @property
     def name(self) -> str:
@@ -114,8 +119,18 @@ class Task(Protocol):
 
 
 def stream(seed: int, step: int) -> torch.Generator:
-    """The random numbers of a training step: a function of (seed, step) alone."""
-    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+    """The random numbers of a training step on the default device: a function of (seed, step) alone."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed * 1_000_003 + step)
+
+
+def drawn_on(device: torch.device, task: Task, step: int, size: int, seed: int) -> Batch:
+    """The batch of a step, drawn where the model is and without the names of positions, which training does not read."""
+    if device.type == "cpu":  # the default; a context would slow every call
+        batch = task.batch(step, size, seed)
+    else:
+        with device:
+            batch = task.batch(step, size, seed).to(device)
+    return replace(batch, inputs=replace(batch.inputs, roles={}, source_roles={}))
 
 
 def held_out(number: int = 0) -> torch.Generator:

@@ -6,14 +6,24 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+_CHOICES = {
+    "schedule": ("cosine", "linear", "constant"),
+    "decay": ("matrices", "all"),
+    "stop": ("steps", "goals"),
+    "precision": ("float32", "bfloat16"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How to train: `steps` of `batch_size` sequences.
 
     learning_rate: peak; warmup: share of steps that rise linearly to it; schedule: how it falls to `final_rate` of the
-    peak. weight_decay: on matrices only (not on norms, biases, embeddings). clip: largest gradient norm. evaluate_every,
-    checkpoint_every: in steps. seed: initial weights and data order.
+    peak. weight_decay: on matrices only (not on norms, biases, embeddings) unless decay="all". clip: largest gradient norm.
+    evaluate_every, checkpoint_every: in steps. stop: "goals" ends at the first evaluation that meets all of the task's goals.
+    keep: how many log-spaced steps' models to keep, beside that before training. precision: of matrix products; "bfloat16" is
+    autocast, weights and optimizer stay as they are. compile: by torch.compile. seed: initial weights and, without data_seed,
+    data order.
     """
 
     steps: int = 1000
@@ -24,10 +34,16 @@ class TrainConfig:
     final_rate: float = 0.0
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
+    decay: Literal["matrices", "all"] = "matrices"
     clip: float = 1.0
     evaluate_every: int = 100
     checkpoint_every: int = 100
+    stop: Literal["steps", "goals"] = "steps"
+    keep: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
     seed: int = 0
+    data_seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every", "checkpoint_every"):
@@ -37,8 +53,25 @@ class TrainConfig:
             raise ValueError(f"learning_rate={self.learning_rate}, clip={self.clip}: both must be above 0")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup={self.warmup} is not allowed; allowed: a share of steps in [0, 1)")
-        if self.schedule not in ("cosine", "linear", "constant"):
-            raise ValueError(f"schedule={self.schedule!r} is not allowed; allowed: 'cosine', 'linear', 'constant'")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not allowed; allowed: {', '.join(map(repr, allowed))}"
+                )
+        if self.keep < 0 or self.keep == 1:
+            raise ValueError(f"keep={self.keep} is not allowed; allowed: 0, or 2 or more")
+
+    @property
+    def data(self) -> int:
+        """The seed of the data's order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The steps whose models are kept: 0 and `keep` log-spaced ones from 1 to the last."""
+        if not self.keep:
+            return ()
+        return tuple(sorted({0, *(round(self.steps ** (i / (self.keep - 1))) for i in range(self.keep))}))
 
     def rate(self, step: int) -> float:
         """Learning rate of a step (from 0)."""

@@ -1,5 +1,8 @@
-"""One readable training loop."""
+"""One readable training loop, many models in one batched model, run folders."""
 
-from interp.training.train import DivergedError, TrainConfig, Trained, TrainingFolderError, judge, train
+from interp.tasks.train_config import TrainConfig
+from interp.training.folder import Trained, TrainingFolderError, open_run
+from interp.training.judge import judge, samples
+from interp.training.train import DivergedError, train
 
-__all__ = ["DivergedError", "TrainConfig", "Trained", "TrainingFolderError", "judge", "train"]
+__all__ = ["DivergedError", "TrainConfig", "Trained", "TrainingFolderError", "judge", "open_run", "samples", "train"]

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import errno
 import math
 import time
-from dataclasses import dataclass
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from interp import record
-from interp.model.checkpoint import load, save
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
 from interp.tasks import as_task
-from interp.tasks.task import NOT_ASKED, Batch, Task
+from interp.tasks.task import NOT_ASKED, Batch, Task, drawn_on
 from interp.tasks.train_config import TrainConfig
+from interp.training.folder import STATE, RunFolder, Trained, TrainingFolderError, result_of
+from interp.training.judge import goals_met, judge, read
+from interp.training.optimizer import make_optimizer
+from interp.training.parallel import Ranks
 from interp.training.state import read_state, write_state
-
-STATE, MODEL, CURVES = "state.safetensors", "model", "curves.parquet"
 
 
 class DivergedError(RuntimeError):
-    """A loss that became NaN or infinite."""
-
-
-class TrainingFolderError(RuntimeError):
-    """A folder that holds another run, or one that has not been asked to resume."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The model, its curves (one row per evaluation and split) and whether every goal was met at the last one.
-
-    curves: step, split, loss (the training batch's, nats), learning_rate, seconds, accuracy (share of asked tokens right),
-    exact (share of examples with all of them right), nats (mean cross-entropy per asked token), n (examples).
-    """
-
-    model: Transformer
-    curves: pd.DataFrame
-    success: bool
-    seconds: float
-
-    def __repr__(self) -> str:
-        return f"Trained({'learned' if self.success else 'not learned'} in {self.seconds:.0f} s; {len(self.curves)} curve rows)"
+    """A loss or gradient that became NaN or infinite, or a loss far above that of a guess."""
 
 
 def train(
@@ -64,112 +40,143 @@ def train(
     progress: bool = True,
     device: torch.device | str = "cpu",
 ) -> Trained:
-    """Train on `task`; with `folder`, leave config.json, curves.parquet, model/ and a state to resume from.
+    """Train on `task`; with `folder`, leave config.json, curves.parquet, samples.csv, model/ and a state to resume from.
 
     model: a Transformer (trained in place), a ModelConfig (initialised from config.seed) or None (the task's default).
     task: a task, or the name of one with its default options ("copy"). config: None is the task's own.
     resume: go on from the folder's last state; the result equals an uninterrupted run bit for bit at the same thread
-    count. Raises TrainingFolderError, DivergedError.
+    count. Under torchrun every process takes its share of each batch and the first one writes.
+    Raises TrainingFolderError, DivergedError.
     """
     task = as_task(task)
     config = config or task.train_config()
+    ranks = Ranks.current(device)
     if not isinstance(model, Transformer):
         model = Transformer(model or task.model_config(), seed=config.seed)
-    model = model.to(device).train()
-    folder = None if folder is None else Path(folder)
-    finished = _open_folder(folder, model, task, config, resume)
-    if finished is not None:
-        return finished
+    model = model.to(ranks.device).train()
+    home = RunFolder(folder, model, task, config)
+    if ranks.agreed(lambda: home.claim(resume)):
+        return home.finished(model)
     optimizer = make_optimizer(model, config)
-    start, rows, seconds = 0, [], 0.0
-    if folder is not None and resume and (folder / STATE).exists():
-        try:
-            start, rows, seconds = read_state(folder / STATE, model, optimizer)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise TrainingFolderError(
-                f"{folder / STATE} is truncated or foreign: {error}; train into a new folder"
-            ) from error
+    start, rows, seconds = _resumed(home, model, optimizer) if resume else (0, [], 0.0)
     began = time.perf_counter() - seconds
-    bar = tqdm(range(start, config.steps), initial=start, total=config.steps, disable=not progress, desc=str(task.name))
+    loss, watch = ranks.wrap(_compiled(Loss(model), config)), Watch(model, config)
+    keep = set(config.kept) if home.path is not None and ranks.first else set()
+    if start == 0 and 0 in keep:
+        home.keep(model, 0)
+    bar = tqdm(range(start, config.steps), initial=start, total=config.steps, disable=not (progress and ranks.first),
+               desc=str(task.name))  # fmt: skip
     for step in bar:
-        loss = train_step(model, optimizer, task, config, step)
-        done = step + 1
+        batch = drawn_on(model.device, task, step, config.batch_size, config.data)
+        watch(
+            step, *train_step(loss, optimizer, ranks.share(batch), config, step, asked=_asked(batch), world=ranks.world)
+        )
+        done, stop = step + 1, False
         if done % config.evaluate_every == 0 or done == config.steps:
-            rows += _evaluate(model, task, done, loss, config.rate(step), time.perf_counter() - began)
-            shown = {row["split"]: f"{row['accuracy']:.3f}" for row in rows if row["step"] == done}
-            bar.set_postfix({"loss": f"{loss:.3f}", **shown})
-        if folder is not None and done % config.checkpoint_every == 0 and done < config.steps:
-            write_state(folder / STATE, model, optimizer, done, rows, time.perf_counter() - began)
-    result = _result(model.eval(), task, rows)
-    if folder is not None:
-        _close_folder(folder, result, task, config)
+            watch.settle()
+            seconds = time.perf_counter() - began
+            new = ranks.agreed(lambda: evaluate(model, task, done, watch.loss, config.rate(step), seconds))  # noqa: B023
+            rows += new
+            stop = config.stop == "goals" and goals_met(task, new)
+            bar.set_postfix({"loss": f"{watch.loss:.3f}", **{row["split"]: f"{row['accuracy']:.3f}" for row in new}})
+        if done in keep:
+            home.keep(model, done)
+        if stop:
+            break
+        if home.path is not None and ranks.first and done % config.checkpoint_every == 0 and done < config.steps:
+            watch.settle()
+            _checkpoint(home.path / STATE, model, optimizer, done, rows, time.perf_counter() - began)
+    result = result_of(model.eval(), task, config, rows, home.path)
+    ranks.agreed(lambda: home.close(result))
     return result
 
 
+class Loss(nn.Module):
+    """Cross-entropy (nats) at the positions that a batch reads, summed and divided by `asked` tokens."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs, positions: Tensor, targets: Tensor, asked: Tensor | int) -> Tensor:
+        logits = read(self.model, inputs, positions)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_ASKED, reduction="sum") / asked
+
+
 def train_step(
-    model: Transformer, optimizer: torch.optim.Optimizer, task: Task, config: TrainConfig, step: int
-) -> float:
-    """One update; returns the batch's loss in nats per read position. Raises DivergedError."""
-    batch = task.batch(step, config.batch_size, config.seed)
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    config: TrainConfig,
+    step: int,
+    asked: Tensor | None = None,
+    world: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """One update; the loss in nats per asked token and the gradient's norm, both scalars where the model is.
+
+    asked: how many tokens the whole batch asks for, default those of `batch`; world: over how many processes gradients are
+    averaged, each of which has a share of it.
+    """
     for group in optimizer.param_groups:
         group["lr"] = config.rate(step)
-    logits = read(model, batch.inputs.to(model.device), batch.positions.to(model.device))
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.to(model.device).flatten())
-    value = loss.item()
-    if not math.isfinite(value):
-        raise DivergedError(f"the loss is {value} at step {step} (learning rate {config.rate(step):.2g}); lower "
-                            "learning_rate or raise warmup")  # fmt: skip
+    with torch.autocast(batch.targets.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        value = loss(batch.inputs, batch.positions, batch.targets, _asked(batch) if asked is None else asked)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    (value * world if world > 1 else value).backward()  # averaged over processes: the sum over the whole batch
+    norm = torch.nn.utils.clip_grad_norm_(loss.parameters(), config.clip)
     optimizer.step()
-    return value
+    return value.detach(), norm
 
 
-def read(model: Transformer, inputs: Inputs, positions: Tensor) -> Tensor:
-    """Logits at `positions` [batch n] only, [batch n vocab]: the head is not computed elsewhere."""
-    stream = model.stream(inputs)
-    index = positions[..., None].expand(-1, -1, stream.shape[-1])
-    return model.unembed(stream.gather(1, index))
+def _asked(batch: Batch) -> Tensor:
+    return (batch.targets != NOT_ASKED).sum()
 
 
-@torch.no_grad()
-def judge(model: Transformer, examples: Batch, batch_size: int = 1024) -> dict[str, float]:
-    """accuracy, exact and nats (see `Goal`) over the examples' asked tokens, and n, how many examples ask any."""
-    right, nats, asked = [], [], []
-    for begin in range(0, len(examples), batch_size):
-        part = examples.select(slice(begin, begin + batch_size))
-        logits = read(model, part.inputs.to(model.device), part.positions.to(model.device)).float().cpu()
-        nats.append(
-            F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), reduction="none").view(part.targets.shape)
-        )
-        right.append(logits.argmax(-1) == part.targets)
-        asked.append(part.targets != NOT_ASKED)
-    hit, cost, wanted = torch.cat(right), torch.cat(nats), torch.cat(asked)
-    some = wanted.any(1)
-    return {
-        "accuracy": float(hit[wanted].float().mean()),
-        "exact": float((hit | ~wanted).all(1)[some].float().mean()),
-        "nats": float(cost[wanted].mean()),
-        "n": int(some.sum()),
-    }
+class Watch:
+    """Looks for divergence: at every step on a CPU, every twenty on a GPU, where reading a number makes the program wait."""
+
+    def __init__(self, model: Transformer, config: TrainConfig) -> None:
+        self.model, self.config = model, config
+        self.every = 1 if model.device.type == "cpu" else 20
+        self.limit = 10 * math.log(max(model.config.vocab, 2))  # a guess costs log(vocab)
+        self.recent: deque[float] = deque(maxlen=5)
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []
+
+    @property
+    def loss(self) -> float:
+        """The last batch's loss."""
+        return self.recent[-1]
+
+    def __call__(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        self._waiting.append((step, loss, norm))
+        if len(self._waiting) >= self.every:
+            self.settle()
+
+    def settle(self) -> None:
+        """Read the losses that have not been looked at. Raises DivergedError."""
+        for step, loss, norm in self._waiting:
+            value, gradient = float(loss), float(norm)
+            if not (math.isfinite(value) and math.isfinite(gradient)) or value > self.limit:
+                raise DivergedError(self._report(step, value, gradient))
+            self.recent.append(value)
+        self._waiting = []
+
+    def _report(self, step: int, value: float, gradient: float) -> str:
+        named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        bad = [name for name, grad in named.items() if not bool(torch.isfinite(grad).all())]
+        before = ", ".join(f"{one:.3g}" for one in self.recent) or "none"
+        where = f"; not finite: gradients of {', '.join(bad[:3])}" if bad else ""
+        return (f"the loss is {value:.4g} at step {step} (gradient norm {gradient:.3g}, learning rate "
+                f"{self.config.rate(step):.2g}, losses before: {before}{where}); lower learning_rate, raise warmup or lower "
+                "clip")  # fmt: skip
 
 
-def make_optimizer(model: Transformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) with decay on matrices, none on embeddings, norms and biases."""
-    decayed = {
-        name for name, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in name and name != "W_pos"
-    }
-    named = dict(model.named_parameters())
-    groups = [
-        {"params": [p for name, p in named.items() if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named.items() if name not in decayed], "weight_decay": 0.0},
-    ]
-    fused = model.device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+def _compiled(loss: nn.Module, config: TrainConfig) -> nn.Module:
+    return torch.compile(loss) if config.compile else loss  # type: ignore[return-value]
 
 
-def _evaluate(model: Transformer, task: Task, step: int, loss: float, rate: float, seconds: float) -> list[dict]:
+def evaluate(model: Transformer, task: Task, step: int, loss: float, rate: float, seconds: float) -> list[dict]:
+    """The curves' rows of one evaluation, one per split."""
     model.eval()
     about = {"loss": loss, "learning_rate": rate, "seconds": seconds}
     rows = [{"step": step, "split": split, **about, **judge(model, batch)} for split, batch in task.evaluation.items()]
@@ -177,54 +184,26 @@ def _evaluate(model: Transformer, task: Task, step: int, loss: float, rate: floa
     return rows
 
 
-def _result(model: Transformer, task: Task, rows: list[dict]) -> Trained:
-    curves = pd.DataFrame(rows)
-    last = curves[curves["step"] == curves["step"].max()].set_index("split")
-    success = all(goal.met(float(last.loc[goal.split, goal.quantity])) for goal in task.goals)
-    return Trained(model, curves, success, float(curves["seconds"].iloc[-1]))
-
-
-def _document(model: Transformer, task: Task, config: TrainConfig) -> dict[str, Any]:
-    described = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
-    document = {"task": described, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
-    return json.loads(json.dumps(document))
-
-
-def _open_folder(folder: Path | None, model, task, config, resume: bool) -> Trained | None:
-    """Claim a new folder, or check that an old one is the same run; its result when it has finished."""
-    if folder is None:
-        return None
-    document, path = _document(model, task, config), folder / "config.json"
-    if not path.exists():
-        if folder.exists() and any(
-            not entry.name.startswith(".") for entry in folder.iterdir()
-        ):  # not our unfinished files
-            raise TrainingFolderError(f"{folder} is not empty and holds no run of ours; choose a new folder")
-        record.write_json(path, document)
-        return None
-    if not resume:
-        raise TrainingFolderError(f"{folder} holds a run; resume it (resume=True, --resume) or choose a new folder")
+def _resumed(home: RunFolder, model: Transformer, optimizer: torch.optim.Optimizer) -> tuple[int, list[dict], float]:
+    """Next step, curve rows and seconds of an unfinished run, its weights and moments put in place."""
+    if home.path is None or not (home.path / STATE).exists():
+        return 0, [], 0.0
     try:
-        old = {name: dict(values) for name, values in json.loads(path.read_text()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise TrainingFolderError(f"{path} is not a run's config: {error}") from error
-    if old.keys() != document.keys():
-        raise TrainingFolderError(f"{path} has the parts {sorted(old)}; allowed: {sorted(document)}")
-    if old != document:
-        differing = [f"{part}.{name}: {old[part].get(name)!r} there, {value!r} asked for"
-                     for part in document for name, value in document[part].items() if old[part].get(name) != value]  # fmt: skip
-        raise TrainingFolderError(f"{folder} holds another run: {'; '.join(differing) or 'fields differ'}")
-    if (folder / MODEL).exists():
-        model.load_state_dict(load(folder / MODEL).state_dict())
-        return _result(model.eval(), task, pd.read_parquet(folder / CURVES).to_dict("records"))
-    return None
+        return read_state(home.path / STATE, model, optimizer)
+    except Exception as error:  # whatever a damaged file raises
+        raise TrainingFolderError(
+            f"{home.path / STATE} is truncated or foreign: {error}; train into a new folder"
+        ) from error
 
 
-def _close_folder(folder: Path, result: Trained, task: Task, config: TrainConfig) -> None:
-    record.write_table(folder / CURVES, result.curves)
-    about = record.provenance(
-        config=_document(result.model, task, config), seed=config.seed, training_seconds=result.seconds
-    )
-    record.write_json(folder / "provenance.json", about)
-    save(result.model, folder / MODEL, extra={"task": about["config"]["task"]})
-    (folder / STATE).unlink(missing_ok=True)
+def _checkpoint(path: Path, *state: Any) -> None:
+    """Write the state; a disk that is full leaves the last one as it was."""
+    try:
+        write_state(path, *state)
+    except Exception as error:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if not full:
+            raise
+        kept = f"the last state in {path} is whole" if path.exists() else "no state has been written yet"
+        raise TrainingFolderError(f"no space left on the disk of {path.parent} at step {state[2]}; {kept}: make room and resume "
+                                  "(resume=True, --resume)") from error  # fmt: skip

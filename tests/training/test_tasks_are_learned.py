@@ -8,7 +8,7 @@ import torch
 from interp import generate, load
 from interp.analyses import attention_mass
 from interp.model import Inputs
-from interp.tasks import TASKS, Dyck, Induction, Rewriting
+from interp.tasks import TASKS, Dyck, Induction, Language, ModularAddition, Rewriting
 from interp.tasks.rewriting import EOS
 from interp.training import train
 
@@ -62,3 +62,20 @@ def test_dyck_reaches_what_can_be_known():
 def test_lookahead_is_learned_with_and_without_looking_ahead(name):
     _, result = learned(name)
     assert result.success, result.curves.tail(2)
+
+
+@pytest.mark.slow
+def test_modular_addition_groks():
+    task = ModularAddition()
+    result = train(None, task, task.train_config(seed=SEED, stop="goals"), progress=False)
+    assert result.success
+    curves = result.curves.pivot_table(index="step", columns="split", values="accuracy")
+    by_heart, understood = (int((curves[split] >= 0.99).idxmax()) for split in ("train", "held_out"))
+    assert understood >= 3 * by_heart, curves  # the training pairs are known long before the others
+
+
+@pytest.mark.slow
+def test_a_small_language_model_learns_python():
+    task, result = learned("language-small")
+    assert result.success and isinstance(task, Language)
+    assert task.bits_per_byte(float(result.curves["nats"].iloc[-1])) < 2.0  # 4.25 nats per token of 3.2 bytes are 1.91

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
+import errno
+import json
 from dataclasses import replace
 
 import pandas as pd
@@ -13,8 +12,11 @@ import torch
 
 from interp import ModelConfig, TrainConfig, Transformer, load
 from interp.tasks import ToyFacts
-from interp.training import DivergedError, TrainingFolderError, train
-from interp.training.train import make_optimizer, read, train_step
+from interp.tasks.task import Goal
+from interp.training import DivergedError, TrainingFolderError, open_run, state, train
+from interp.training.judge import read
+from interp.training.optimizer import make_optimizer
+from interp.training.train import Loss, train_step
 
 TASK = ToyFacts(16)
 MODEL = TASK.model_config(d_model=32, n_heads=2)
@@ -71,26 +73,6 @@ def test_resuming_equals_never_having_stopped(tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.slow
-def test_a_killed_process_resumes_from_the_command_line(tmp_path):
-    words = [sys.executable, "-m", "interp", "train", "facts", "--n-subjects", "32", "--d-model", "32", "--steps", "400",
-             "--batch-size", "64", "--threads", "1"]  # fmt: skip
-    subprocess.run([*words, "--folder", str(tmp_path / "whole")], check=True, capture_output=True)
-    process = subprocess.Popen(
-        [*words, "--folder", str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    for _ in range(600):
-        if (tmp_path / "cut" / "state.safetensors").exists():
-            break
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert not (tmp_path / "cut" / "model").exists()
-    subprocess.run([*words, "--folder", str(tmp_path / "cut"), "--resume"], check=True, capture_output=True)
-    files = [(tmp_path / name / "model" / "weights.safetensors").read_bytes() for name in ("whole", "cut")]
-    assert files[0] == files[1]
-
-
 def test_the_folder_holds_everything_and_a_finished_run_is_reused(tmp_path):
     result = train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
@@ -98,6 +80,7 @@ def test_the_folder_holds_everything_and_a_finished_run_is_reused(tmp_path):
         "curves.parquet",
         "model",
         "provenance.json",
+        "samples.csv",
     }
     assert_same(result.model, load(tmp_path / "run" / "model"))
     curves = pd.read_parquet(tmp_path / "run" / "curves.parquet")
@@ -150,8 +133,8 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
     model = Transformer(MODEL, seed=0).double()
     reference = Transformer(MODEL, seed=0).double()
     config = replace(CONFIG, clip=0.05, weight_decay=0.1)
-    train_step(model, make_optimizer(model, config), TASK, config, 0)
     batch = TASK.batch(0, 32, 0)
+    train_step(Loss(model), make_optimizer(model, config), batch, config, 0)
     logits = reference(batch.inputs)[torch.arange(32)[:, None], batch.positions]
     torch.nn.functional.cross_entropy(logits[:, 0], batch.targets[:, 0]).backward()
     norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
@@ -201,3 +184,92 @@ def test_a_finished_run_fills_the_model_it_was_given(tmp_path):
     again = train(mine, TASK, CONFIG, tmp_path / "run", resume=True, progress=False)
     assert again.model is mine
     assert_same(mine, result.model)
+
+
+def test_a_folder_of_another_version_is_named(tmp_path):
+    train(MODEL, TASK, CONFIG, tmp_path / "run", progress=False)
+    path = tmp_path / "run" / "config.json"
+    document = json.loads(path.read_text())
+    del document["train"]["decay"]
+    document["train"]["momentum"] = 0.9
+    path.write_text(json.dumps({**document, "interp": "0.0.1"}))
+    with pytest.raises(
+        TrainingFolderError, match=r"by interp 0\.0\.1: its train config has unknown fields \['momentum'\] and lacks"
+    ):
+        train(MODEL, TASK, CONFIG, tmp_path / "run", resume=True, progress=False)
+
+
+def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(tmp_path, monkeypatch):
+    whole = train(MODEL, TASK, CONFIG, tmp_path / "whole", progress=False)
+    written = state.save_file
+    calls = []
+
+    def full(tensors, path, metadata):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(state, "save_file", full)
+    with pytest.raises(
+        TrainingFolderError, match=r"no space left .* at step 20; the last state in .* is whole: make room"
+    ):
+        train(MODEL, TASK, CONFIG, tmp_path / "cut", progress=False)
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == {"config.json", "state.safetensors"}
+    monkeypatch.setattr(state, "save_file", written)
+    resumed = train(MODEL, TASK, CONFIG, tmp_path / "cut", resume=True, progress=False)
+    assert_same(whole.model, resumed.model)
+
+
+def test_a_run_is_opened_again_with_its_task_and_what_was_kept(tmp_path):
+    result = train(MODEL, TASK, replace(CONFIG, keep=3), tmp_path / "run", progress=False)
+    found = open_run(tmp_path / "run")
+    assert_same(found.model, result.model)
+    assert found.task == TASK and found.config == replace(CONFIG, keep=3) and found.kept == (0, 1, 5, 30)
+    assert_same(found.at(30), result.model)
+    assert torch.equal(found.at(0).W_E, Transformer(MODEL, seed=0).W_E)
+    with pytest.raises(TrainingFolderError, match="step 7 was not kept; allowed: 0, 1, 5, 30"):
+        found.at(7)
+    with pytest.raises(TrainingFolderError, match="no training folder"):
+        open_run(tmp_path)
+    (tmp_path / "run" / "model").rename(tmp_path / "model")
+    with pytest.raises(TrainingFolderError, match="has not finished"):
+        open_run(tmp_path / "run")
+    samples = pd.read_csv(tmp_path / "run" / "samples.csv")
+    assert set(samples["split"]) == {"train", "held_out"} and samples["probability"].between(0, 1).all()
+
+
+def test_it_stops_at_its_goals_if_asked():
+    result = train(MODEL, TASK, replace(CONFIG, steps=2000, stop="goals", learning_rate=1e-2), progress=False)
+    assert result.success == (result.curves["step"].max() < 2000)
+
+    class Easy(ToyFacts):
+        goals = (Goal("train", "nats", 100.0),)
+
+    assert train(MODEL, Easy(16), replace(CONFIG, stop="goals"), progress=False).curves["step"].max() == 10
+
+
+def test_a_loss_far_above_a_guess_is_divergence():
+    with pytest.raises(DivergedError, match=r"the loss is .* at step \d+ .*learning rate 1e\+03.*losses before"):
+        train(MODEL, TASK, replace(CONFIG, learning_rate=1e3, warmup=0.0, clip=1e9), progress=False)
+
+
+def test_autocast_trains_and_keeps_float32_weights():
+    result = train(MODEL, TASK, replace(CONFIG, precision="bfloat16"), progress=False)
+    plain = train(MODEL, TASK, CONFIG, progress=False)
+    assert result.model.dtype == torch.float32
+    assert 0 < abs(result.curves["loss"].iloc[-1] - plain.curves["loss"].iloc[-1]) < 0.3
+
+
+def test_compiling_changes_no_number_that_matters(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or loss)
+    result = train(MODEL, TASK, replace(CONFIG, compile=True, steps=2), progress=False)
+    assert len(compiled) == 1 and isinstance(compiled[0], Loss) and len(result.curves) == 2
+
+
+@pytest.mark.parametrize("bad", [{"keep": 1}, {"stop": "never"}, {"decay": "some"}, {"precision": "float8"}])
+def test_new_options_are_checked(bad):
+    with pytest.raises(ValueError, match="allowed"):
+        TrainConfig(**bad)

@@ -5,39 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-
-@dataclass(frozen=True)
-class Train:
-    """Train a toy model on a task and leave checkpoint, curves and provenance in a folder."""
-
-    task: Annotated[str, tyro.conf.Positional]
-    """Which task: facts, induction, copy, reverse, sort, dyck, lookahead, lookahead-causal."""
-    folder: Path
-    """Where to; must be new unless --resume."""
-    resume: bool = False
-    """Go on from the folder's last state (bit for bit as if never stopped, at the same thread count)."""
-    n_subjects: int = 0
-    """Task facts: how many made-up people, four facts each; 0 = 512."""
-    n_layers: int = 0
-    """Depth; 0 = the task's choice."""
-    d_model: int = 0
-    """Width; 0 = the task's choice."""
-    steps: int = 0
-    """Training steps; 0 = the task's choice."""
-    batch_size: int = 0
-    """Prompts per step; 0 = the task's choice."""
-    learning_rate: float = 0.0
-    """Peak learning rate; 0 = the task's choice."""
-    seed: int = 0
-    """Initial weights and data order."""
-    device: str = "cpu"
-    """Where to train."""
-    threads: int = 0
-    """CPU threads; 0 = PyTorch's choice."""
+from interp.cli import train
+from interp.cli.train import Train
 
 
 @dataclass(frozen=True)
@@ -112,58 +85,46 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """Compare training runs: one page with their settings, curves and last scores."""
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Training folders, or folders of them."""
+    page: Path = Path("runs/runs")
+    """Where to; a page that is there is written anew."""
+
+
+@dataclass(frozen=True)
 class Info:
     """What is installed, and the sites of the shipped model."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `interp`."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"report": Report, "train": Train, "sweep": Sweep, "compare": Compare, "info": Info},
-        args=arguments,
-        description="interp: open a transformer up.",
-    )
+    words = sys.argv[1:] if arguments is None else arguments
+    hints = {"train": " (--resume goes on)", "sweep": "; the same command goes on"}
     try:
-        {Train: _train, Report: _report, Sweep: _sweep, Compare: _compare, Info: _info}[type(command)](command)
+        if words[:1] == ["train"]:  # its options depend on the task
+            train.main(words[1:])
+            return
+        command = tyro.extras.subcommand_cli_from_dict(
+            {"report": Report, "train": Train, "runs": Runs, "sweep": Sweep, "compare": Compare, "info": Info},
+            args=words,
+            description="interp: open a transformer up.",
+        )
+        {Report: _report, Runs: _runs, Sweep: _sweep, Compare: _compare, Info: _info}[type(command)](command)
     except KeyboardInterrupt:
-        hints = {Train: " (--resume goes on)", Sweep: "; the same command goes on"}
-        sys.exit("interrupted; what had finished is kept" + hints.get(type(command), ""))
+        sys.exit("interrupted; what had finished is kept" + hints.get(words[0], ""))
     except (ValueError, OSError, RuntimeError, AssertionError, LookupError) as error:
         sys.exit(f"interp: {error}")
 
 
-def _train(command: Train) -> None:
-    import torch
+def _runs(command: Runs) -> None:
+    from interp.report import runs
 
-    from interp import record
-    from interp.plots import training_curves
-    from interp.training import train
-
-    task = _task(command)
-    if command.threads:
-        torch.set_num_threads(command.threads)
-    chosen = {"steps": command.steps, "batch_size": command.batch_size, "learning_rate": command.learning_rate}
-    config = task.train_config(seed=command.seed, **{name: value for name, value in chosen.items() if value})
-    sizes = {"d_model": command.d_model, "n_layers": command.n_layers}
-    model = task.model_config(**{name: value for name, value in sizes.items() if value})
-    result = train(model, task, config, command.folder, resume=command.resume, device=command.device)
-    figure = training_curves(result.curves, title=str(task.name))
-    record.write_atomic(command.folder / "curves.png", lambda path: figure.savefig(path, dpi=150))
-    for split, row in result.curves.groupby("split", sort=False).last().iterrows():
-        print(f"{split}: {100 * row['accuracy']:.2f}% of asked tokens, {100 * row['exact']:.2f}% of {int(row['n'])} examples, "
-              f"{row['nats']:.4f} nats")  # fmt: skip
-    wanted = "; ".join(map(str, task.goals))
-    print(
-        f"{'learned' if result.success else 'NOT learned'} ({wanted}) in {result.seconds:.0f} s; {command.folder}/model"
-    )
-
-
-def _task(command: Train) -> Any:
-    from interp.tasks import ToyFacts, as_task
-
-    if command.n_subjects and command.task != "facts":
-        raise ValueError(f"n_subjects={command.n_subjects} is not allowed for task {command.task!r}; it is for 'facts'")
-    return ToyFacts(n_subjects=command.n_subjects) if command.n_subjects else as_task(command.task)
+    found = runs.opened(command.folders)
+    print("\n".join(runs.words(found)))
+    print(f"wrote {runs.build(command.page, found)}")
 
 
 def _report(command: Report) -> None:

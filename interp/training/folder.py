@@ -1,0 +1,186 @@
+"""A training run's folder: claimed once, never mixed with another run, opened again by `open_run`.
+
+config.json      task, model and training config, written first
+state.safetensors  what an unfinished run goes on from
+steps/000128/    models kept along the way (`keep`)
+model/, curves.parquet, samples.csv, provenance.json    when it has finished
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from interp import record
+from interp.model.checkpoint import CheckpointError, load, save
+from interp.model.transformer import Transformer
+from interp.tasks import restore
+from interp.tasks.task import Task, TaskError
+from interp.tasks.train_config import TrainConfig
+from interp.training.judge import goals_met, samples
+
+STATE, MODEL, CURVES, STEPS = "state.safetensors", "model", "curves.parquet", "steps"
+
+
+class TrainingFolderError(RuntimeError):
+    """A folder that holds another run, one that has not been asked to resume, or one that cannot be read or written."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model, its curves (one row per evaluation and split) and whether every goal was met at the last one.
+
+    curves: step, split, loss (the training batch's, nats), learning_rate, seconds, accuracy (share of asked tokens right),
+    exact (share of examples with all of them right), nats (mean cross-entropy per asked token), n (examples). note: why a run
+    among many ended early. how: the way it was trained (`train_many`).
+    """
+
+    model: Transformer
+    curves: pd.DataFrame
+    success: bool
+    seconds: float
+    task: Any = None
+    config: TrainConfig | None = None
+    folder: Path | None = None
+    note: str = ""
+    how: str = "alone"
+
+    def __repr__(self) -> str:
+        if self.note:
+            return f"Trained(diverged: {self.note})"
+        return f"Trained({'learned' if self.success else 'not learned'} in {self.seconds:.0f} s; {len(self.curves)} curve rows)"
+
+    @property
+    def last(self) -> pd.DataFrame:
+        """The last evaluation's rows, by split."""
+        return self.curves[self.curves["step"] == self.curves["step"].max()].set_index("split")
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The steps at which a model was kept, in order; 0 is before training."""
+        if self.folder is None or not (self.folder / STEPS).is_dir():
+            return ()
+        return tuple(sorted(int(path.name) for path in (self.folder / STEPS).iterdir() if path.name.isdecimal()))
+
+    def at(self, step: int) -> Transformer:
+        """The model after `step` steps. TrainingFolderError for a step that was not kept."""
+        if step not in self.kept:
+            raise TrainingFolderError(f"step {step!r} was not kept; allowed: {', '.join(map(str, self.kept)) or 'none'} "
+                                      "(TrainConfig(keep=n) keeps n of them)")  # fmt: skip
+        assert self.folder is not None
+        return load(self.folder / STEPS / f"{step:06d}")
+
+
+def result_of(model: Transformer, task: Task, config: TrainConfig, rows: list[dict], folder: Path | None) -> Trained:
+    """What a run gives, from its curve rows."""
+    curves = pd.DataFrame(rows)
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    return Trained(model, curves, goals_met(task, last), float(rows[-1]["seconds"]), task, config, folder)
+
+
+class RunFolder:
+    """The folder of one run with these settings; path=None: nothing is written."""
+
+    def __init__(self, path: str | Path | None, model: Transformer, task: Task, config: TrainConfig) -> None:
+        self.path = None if path is None else Path(path)
+        described = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
+        document = {"task": described, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
+        self.document: dict[str, Any] = json.loads(json.dumps(document))
+        self.task, self.config = task, config
+
+    def claim(self, resume: bool) -> bool:
+        """Whether the run has finished here. Raises TrainingFolderError for a folder that is not this run's."""
+        if self.path is None:
+            return False
+        path = self.path / "config.json"
+        if not path.exists():
+            ours = not self.path.exists() or all(entry.name.startswith(".") for entry in self.path.iterdir())
+            if not ours:  # a name with a dot is a write of ours that was killed
+                raise TrainingFolderError(f"{self.path} is not empty and holds no run of ours; choose a new folder")
+            record.write_json(path, {**self.document, "interp": version("interp")})
+            return False
+        if not resume:
+            raise TrainingFolderError(
+                f"{self.path} holds a run; resume it (resume=True, --resume) or choose a new folder"
+            )
+        self._compare(path, _read_document(path))
+        return (self.path / MODEL).exists()
+
+    def _compare(self, path: Path, old: dict[str, Any]) -> None:
+        """Raises TrainingFolderError naming what differs."""
+        written = old.pop("interp", "an earlier version")
+        for part, fields in self.document.items():
+            there = old[part]
+            if part != "task" and there.keys() != fields.keys():
+                unknown, lacking = sorted(there.keys() - fields.keys()), sorted(fields.keys() - there.keys())
+                raise TrainingFolderError(f"{path} was written by interp {written}: its {part} config has unknown fields "
+                                          f"{unknown} and lacks {lacking}; this is interp {version('interp')}; allowed: that "
+                                          "version, or a new folder")  # fmt: skip
+        differing = [f"{part}.{name}: {old[part].get(name)!r} there, {fields.get(name)!r} asked for"
+                     for part, fields in self.document.items() for name in {**old[part], **fields}
+                     if old[part].get(name) != fields.get(name)]  # fmt: skip
+        if differing:
+            raise TrainingFolderError(f"{self.path} holds another run: {'; '.join(differing)}")
+
+    def finished(self, model: Transformer) -> Trained:
+        """The result of a run that has finished here, its weights put into `model`."""
+        assert self.path is not None
+        model.load_state_dict(load(self.path / MODEL).state_dict())
+        rows = pd.read_parquet(self.path / CURVES).to_dict("records")
+        return result_of(model.eval(), self.task, self.config, rows, self.path)  # type: ignore[arg-type]
+
+    def keep(self, model: Transformer, step: int) -> None:
+        """Save the model of a step that is to be kept; one that a run before an interruption has saved is the same."""
+        assert self.path is not None
+        if not (self.path / STEPS / f"{step:06d}").exists():
+            save(model, self.path / STEPS / f"{step:06d}", extra={"task": self.document["task"], "step": step})
+
+    def close(self, result: Trained, how: str = "alone") -> None:
+        """Everything that a finished run leaves; the model comes last, so that a folder with one is complete."""
+        if self.path is None:
+            return
+        seed = self.config.seed
+        record.write_table(self.path / CURVES, result.curves)
+        about = record.provenance(config=self.document, seed=seed, training_seconds=result.seconds, how=how)
+        record.write_json(self.path / "provenance.json", about)
+        table = samples(result.model, self.task)
+        record.write_atomic(self.path / "samples.csv", lambda temporary: table.to_csv(temporary, index=False))
+        save(result.model, self.path / MODEL, extra={"task": self.document["task"]})
+        (self.path / STATE).unlink(missing_ok=True)
+
+
+def open_run(folder: str | Path) -> Trained:
+    """The finished run in a training folder: model, curves, task, config, kept models. Raises TrainingFolderError."""
+    folder = Path(folder)
+    document = _read_document(folder / "config.json")
+    if not (folder / MODEL).is_dir():
+        raise TrainingFolderError(f"{folder} holds a training that has not finished (train(…, resume=True) goes on)")
+    try:
+        task, model = restore(document["task"]), load(folder / MODEL)
+        config = TrainConfig(**{**document["train"], "betas": tuple(document["train"]["betas"])})
+    except (TaskError, TypeError, ValueError, CheckpointError) as error:
+        raise TrainingFolderError(f"{folder} cannot be opened: {error}") from error
+    found = result_of(model, task, config, pd.read_parquet(folder / CURVES).to_dict("records"), folder)  # type: ignore[arg-type]
+    about = json.loads((folder / "provenance.json").read_text())
+    return dataclasses.replace(found, how=about.get("how", "alone"))
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise TrainingFolderError(
+            f"{path.parent} is no training folder: {path.name} is missing; allowed: a folder that train wrote"
+        )
+    try:
+        old = json.loads(path.read_text())
+        parts = {name: dict(old[name]) for name in ("task", "model", "train")}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TrainingFolderError(
+            f"{path} is not a run's config ({error!r}); allowed: a folder that train wrote"
+        ) from error
+    return {**parts, **({"interp": old["interp"]} if "interp" in old else {})}

@@ -1,0 +1,132 @@
+"""Many runs: every way gives the same models, a killed one goes on, one that diverges ends alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from interp.tasks import ToyFacts
+from interp.tasks.train_config import TrainConfig
+from interp.training import DivergedError, TrainingFolderError, open_run, train
+from interp.training.ensemble import EnsembleError
+from interp.training.many import chosen, train_many
+
+TASK = ToyFacts(16)
+MODEL = TASK.model_config(d_model=16, n_heads=2, n_layers=1)
+CONFIG = TrainConfig(steps=30, batch_size=16, evaluate_every=10, checkpoint_every=10, learning_rate=5e-3, keep=3)
+THREE = [replace(CONFIG, seed=seed) for seed in (3, 1, 2)]
+
+
+def weights(folder):
+    return (folder / "model" / "weights.safetensors").read_bytes()
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_way_leaves_the_same_folders(tmp_path):
+    torch.set_num_threads(1)  # as the processes of "local" have
+    found = {how: train_many(MODEL, TASK, THREE, tmp_path / how, how, progress=False)  # type: ignore[arg-type]
+             for how in ("sequence", "stacked", "local")}  # fmt: skip
+    assert files(tmp_path / "sequence") == files(tmp_path / "stacked") == files(tmp_path / "local")
+    for name in ("seed_0001", "seed_0002", "seed_0003"):
+        alone, stacked, local = (found[how][name] for how in ("sequence", "stacked", "local"))
+        assert weights(tmp_path / "sequence" / name) == weights(tmp_path / "local" / name)
+        assert torch.allclose(alone.model.W_E, stacked.model.W_E, atol=1e-4)
+        assert (alone.how, stacked.how, local.how) == ("sequence", "stacked", "local")
+        columns = ["step", "split", "learning_rate", "n"]
+        assert alone.curves[columns].equals(stacked.curves[columns]) and alone.kept == stacked.kept == (0, 1, 5, 30)
+        assert torch.equal(alone.at(0).W_E, stacked.at(0).W_E)
+        assert torch.equal(open_run(tmp_path / "stacked" / name).model.W_E, stacked.model.W_E)
+    assert list(found["stacked"]) == ["seed_0003", "seed_0001", "seed_0002"]
+
+
+class Killed(BaseException):
+    """As good as kill -9 for the loop: nothing is caught or tidied."""
+
+
+def stop_at(monkeypatch, step, original=ToyFacts.batch):
+    def batch(self, at, size, seed):
+        if at == step:
+            raise Killed
+        return original(self, at, size, seed)
+
+    monkeypatch.setattr(ToyFacts, "batch", batch)
+
+
+def test_a_killed_stack_goes_on_bit_for_bit_even_past_a_run_that_has_ended(tmp_path, monkeypatch):
+    configs = {
+        "a": CONFIG,
+        "b": replace(CONFIG, seed=1, learning_rate=1e20, clip=1e20, warmup=0.0),
+        "c": replace(CONFIG, seed=2),
+    }
+    whole = train_many(MODEL, TASK, configs, tmp_path / "whole", "stacked", progress=False)
+    assert whole["b"].note and not whole["b"].success and whole["a"].note == ""
+    for step in (2, 7, 15, 28):  # before the first state, and after b has ended
+        stop_at(monkeypatch, step)
+        with pytest.raises(Killed):
+            train_many(MODEL, TASK, configs, tmp_path / "cut", "stacked", resume=step != 2, progress=False)
+    stop_at(monkeypatch, -1)
+    cut = train_many(MODEL, TASK, configs, tmp_path / "cut", "stacked", resume=True, progress=False)
+    for name in ("a", "c"):
+        assert weights(tmp_path / "whole" / name) == weights(tmp_path / "cut" / name)
+        a, b = (found[name].curves.drop(columns="seconds") for found in (whole, cut))
+        assert a.equals(b)
+    assert cut["b"].note == whole["b"].note and "learning rate 1e+20" in cut["b"].note
+    assert files(tmp_path / "whole") == files(tmp_path / "cut")
+    again = train_many(MODEL, TASK, configs, tmp_path / "whole", "stacked", resume=True, progress=False)
+    assert torch.equal(again["a"].model.W_E, whole["a"].model.W_E) and again["b"].note == whole["b"].note
+
+
+def test_runs_that_meet_their_goals_may_stop_early(tmp_path):
+    configs = [replace(CONFIG, steps=400, stop="goals", seed=seed, keep=0, learning_rate=1e-2) for seed in (0, 1)]
+    found = train_many(
+        TASK.model_config(d_model=32, n_heads=2), ToyFacts(8), configs, tmp_path / "runs", "stacked", progress=False
+    )
+    ends = {name: int(run.curves["step"].max()) for name, run in found.items()}
+    assert all(run.success == (ends[name] < 400) for name, run in found.items())
+    alone = train(TASK.model_config(d_model=32, n_heads=2), ToyFacts(8), configs[0], progress=False)
+    assert abs(int(alone.curves["step"].max()) - ends["seed_0000"]) <= 20
+
+
+@pytest.mark.parametrize("how", ["sequence", "local"])
+def test_divergence_ends_one_run_and_not_the_others(tmp_path, how):
+    wild = replace(CONFIG, keep=0, learning_rate=1e20, clip=1e20, warmup=0.0)
+    with pytest.raises(DivergedError, match="gradient norm"):
+        train(MODEL, TASK, wild, progress=False)
+    found = train_many(
+        MODEL, TASK, {"tame": replace(CONFIG, keep=0), "wild": wild}, tmp_path / "runs", how, progress=False
+    )
+    assert "lower learning_rate" in found["wild"].note and not found["tame"].note
+    again = train_many(
+        MODEL, TASK, {"tame": replace(CONFIG, keep=0), "wild": wild}, tmp_path / "runs", how, True, progress=False
+    )
+    assert again["wild"].note == found["wild"].note and pd.isna(again["wild"].curves.get("step")) is not False
+
+
+def test_the_choice_follows_from_sizes_alone():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    small = [replace(CONFIG, seed=seed) for seed in range(4)]
+    large = TASK.model_config(d_model=4096)
+    assert chosen(MODEL, TASK, small, cpu) == "stacked" == chosen(large, TASK, small, gpu)
+    assert chosen(large, TASK, small, cpu) in ("local", "sequence")
+    assert chosen(MODEL, TASK, small[:1], cpu) == "sequence"
+    assert chosen(MODEL, TASK, [*small, replace(CONFIG, batch_size=8)], gpu) == "sequence"
+
+
+def test_bad_calls_are_named(tmp_path):
+    with pytest.raises(EnsembleError, match="how='fast' is not allowed; allowed: 'auto', 'stacked'"):
+        train_many(MODEL, TASK, THREE, how="fast")  # type: ignore[arg-type]
+    with pytest.raises(EnsembleError, match="no training configs"):
+        train_many(MODEL, TASK, [])
+    train_many(MODEL, TASK, THREE[:2], tmp_path / "runs", "stacked", progress=False)
+    for how in ("sequence", "stacked", "local"):
+        with pytest.raises(TrainingFolderError, match="resume"):
+            train_many(MODEL, TASK, THREE, tmp_path / "runs", how, progress=False)  # type: ignore[arg-type]
+    other = [replace(one, learning_rate=1e-3) for one in THREE]
+    with pytest.raises(TrainingFolderError, match=r"train\.learning_rate: 0\.005 there, 0\.001 asked for"):
+        train_many(MODEL, TASK, other, tmp_path / "runs", "stacked", resume=True, progress=False)
