@@ -4,8 +4,8 @@
 
 loop: tokens per second of our loop against a hand-written GPT block and a stack of torch.nn.TransformerEncoderLayer, each in
 a loop of a dozen lines that knows nothing of us; same sizes, same batches, AdamW, clipping, float32.
-seeds: ten seeds of the facts task's model at batch 64 and 256, evaluations and folders included: one batched model, one run
-after the other with default threads, two processes of one thread, and which of them "auto" chooses.
+seeds: one training step of ten seeds of the facts task's model at batch 64 and 256, drawing the batches included: as one batched
+model and one model after the other, both with default threads, and which way "auto" chooses.
 
 Contenders alternate; ratios are of medians over turns of some steps each.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from interp import ModelConfig, Transformer
 from interp.model.inputs import Inputs
 from interp.tasks import ToyFacts
-from interp.tasks.task import Batch
+from interp.tasks.task import Batch, drawn_on
 from interp.tasks.train_config import TrainConfig
 from interp.training.ensemble import Ensemble
-from interp.training.many import chosen, train_many
+from interp.training.many import chosen
 from interp.training.optimizer import make_optimizer
 from interp.training.train import Loss, Watch, train_step
 
@@ -144,31 +144,38 @@ def loop(repeats: int, quick: bool) -> pd.DataFrame:
 
 
 def seeds(repeats: int, quick: bool) -> pd.DataFrame:
-    """Ten seeds of the facts model: one batched model, in sequence, and the automatic choice, whole runs with evaluations."""
+    """A step of ten seeds of the facts model: as one batched model, and one model after the other with default threads."""
     task, rows = ToyFacts(32 if quick else 512), []
-    model = task.model_config()
+    model, cpu = task.model_config(), torch.device("cpu")
     for batch in (64, 256):
-        config = task.train_config(
-            steps=20 if quick else 100, batch_size=batch, evaluate_every=100, checkpoint_every=100
-        )
+        config = task.train_config(batch_size=batch)
         configs = [dataclasses.replace(config, seed=1000 + i) for i in range(2 if quick else 10)]
-        auto = chosen(model, task, configs, torch.device("cpu"))
+        models = [Transformer(model, seed=one.seed) for one in configs]
+        ensemble = Ensemble(models, configs)
+        alone = [(Loss(one), make_optimizer(one, config), Watch(one, config)) for one in models]
+        now = itertools.count()  # the step, which both ways take in turn
 
-        def run(how: str, configs: list[TrainConfig] = configs) -> Callable[[], None]:
-            def go() -> None:
-                with tempfile.TemporaryDirectory() as folder:
-                    train_many(model, task, configs, Path(folder) / "runs", how, progress=False)  # type: ignore[arg-type]
+        def stacked(ensemble: Ensemble = ensemble, now: Iterator[int] = now) -> None:
+            step = next(now)
+            batches = [drawn_on(cpu, task, step, one.batch_size, one.data) for one in ensemble.configs]
+            losses, norms = ensemble.step(batches, step)
+            for _, _, watch in alone:  # noqa: B023
+                watch(step, losses[0], norms[0])
 
-            return go
+        def sequence(ensemble: Ensemble = ensemble, now: Iterator[int] = now) -> None:
+            step = next(now)
+            for one, (loss, optimizer, watch) in zip(ensemble.configs, alone, strict=True):  # noqa: B023
+                watch(
+                    step, *train_step(loss, optimizer, drawn_on(cpu, task, step, one.batch_size, one.data), one, step)
+                )
 
-        ways = list(dict.fromkeys(["sequence", "stacked", "local", auto]))
-        times = {
-            way: pd.Series(seconds).median()
-            for way, seconds in alternate({way: run(way) for way in ways}, repeats).items()
-        }
-        for way in ways:
-            rows.append({"batch": batch, "runs": len(configs), "steps": config.steps, "way": way, "seconds": times[way],
-                         "times faster than in sequence": times["sequence"] / times[way], "automatic": way == auto})  # fmt: skip
+        times = alternate({"sequence": sequence, "stacked": stacked}, 8 * repeats)
+        middle = {way: pd.Series(seconds).median() for way, seconds in times.items()}
+        ratios = pd.Series(times["sequence"]) / pd.Series(times["stacked"])
+        rows.append({"batch": batch, "models": len(configs), "turns": 8 * repeats, "sequence, ms": 1000 * middle["sequence"],
+                     "stacked, ms": 1000 * middle["stacked"], "times faster": middle["sequence"] / middle["stacked"],
+                     "lower quartile": ratios.quantile(0.25), "upper quartile": ratios.quantile(0.75),
+                     "auto": chosen(model, task, configs, cpu)})  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -55,5 +55,8 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """
     cos, sin = table
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    if x.shape[-1] > 2 * half:
+        return torch.cat([rotate(x[..., : 2 * half], table), x[..., 2 * half :]], -1)
+    pair = x.unflatten(-1, (2, half))  # (a, b) -> (a cos − b sin, b cos + a sin), a whole head at a time
+    turned = pair * cos.unsqueeze(-2) + pair.flip(-2) * torch.stack([-sin, sin], -2)
+    return turned.flatten(-2)

@@ -1,8 +1,6 @@
 """K models of one config as one batched model: every weight has a leading axis [member …], every step is one program.
 
-Small models leave a processor waiting for instructions; K of them in one batched matrix product do not. All weights lie in
-one tensor [member, number], those that decay first, so that a member is a row: its gradient norm, its AdamW step and its
-ordinary `Transformer` are views of it.
+Small models leave a processor waiting for instructions; K of them in one batched matrix product do not.
 """
 
 from __future__ import annotations
@@ -46,66 +44,80 @@ _SHARED = (
 class Ensemble:
     """Models of one config with AdamW each, stepped together. configs: one per member; they may differ in seed, data order,
     learning rate, schedule, warm-up, weight decay, clipping and when they stop. Raises EnsembleError.
+
+    parameters: name -> [member …]. A member's part of each is a view, so `member(k)` changes with the ensemble.
     """
 
     def __init__(self, models: Sequence[Transformer], configs: Sequence[TrainConfig]) -> None:
         _check(models, configs)
         self.configs, first = list(configs), models[0]
-        shrinks = decayed(first, configs[0])
-        named = dict(first.named_parameters())
-        self.names = sorted(named, key=lambda name: name not in shrinks)  # stable: decayed first
-        self.shapes = [named[name].shape for name in self.names]
-        sizes = [named[name].numel() for name in self.names]
-        self.ends = torch.tensor(sizes).cumsum(0).tolist()
-        self.border = sum(size for name, size in zip(self.names, sizes, strict=True) if name in shrinks)
+        linear = {f"{name}.weight" for name, module in first.named_modules() if isinstance(module, nn.Linear)}
+        # Linear maps lie transposed, [member in out]: so their gradients come out of the matrix product.
+        self._turns = {name: _transposed if name in linear else _as_it_is for name in _named(first)}
+        named = [_named(model) for model in models]
+        self.parameters = {name: torch.stack([turn(one[name].detach()) for one in named]).requires_grad_()
+                           for name, turn in self._turns.items()}  # fmt: skip
+        self.shrinks = [self.parameters[name] for name in sorted(decayed(first, configs[0]))]
         with torch.device("meta"):
             self.loss = Loss(_for_mapping(Transformer(first.config, seed=None)))
-        rows = [
-            torch.cat([dict(model.named_parameters())[name].detach().flatten() for name in self.names])
-            for model in models
-        ]
-        self.weights = torch.stack(rows)
-        self.gradients = torch.zeros_like(self.weights)
-        self.parameters = {f"model.{name}": self._leaf(i) for i, name in enumerate(self.names)}
-        self.optimizer = self._optimizer()
+        # Adam is element by element, so one step serves all members; their own rates and decays are in `step`.
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), betas=configs[0].betas, weight_decay=0.0, fused=True
+        )
         self._losses = torch.compile(self._mapped) if configs[0].compile else self._mapped
 
     def __len__(self) -> int:
-        return len(self.weights)
+        return len(self.configs)
 
-    def _view(self, tensor: Tensor, i: int) -> Tensor:
-        """One parameter of every member, [member …], in a tensor laid out as the weights are."""
-        return tensor[:, self.ends[i] - self.shapes[i].numel() : self.ends[i]].unflatten(1, self.shapes[i] or (1,))
-
-    def _leaf(self, i: int) -> Tensor:
-        return self._view(self.weights, i).detach().requires_grad_()
-
-    def _optimizer(self) -> torch.optim.AdamW:
-        """One AdamW, two groups per member: the part of its row that decays and the part that does not."""
-        groups = []
-        for row, gradient, config in zip(self.weights, self.gradients, self.configs, strict=True):
-            for part, decay in ((slice(0, self.border), config.weight_decay), (slice(self.border, None), 0.0)):
-                parameter = row[part].detach().requires_grad_()
-                parameter.grad = gradient[part]
-                groups.append({"params": [parameter], "weight_decay": decay})
-        return torch.optim.AdamW(groups, lr=0.0, betas=self.configs[0].betas, fused=True)
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.parameters.values())).device
 
     def step(self, batches: Sequence[Batch], step: int) -> tuple[Tensor, Tensor]:
         """One update of every member on its own batch; losses in nats per asked token and gradient norms, both [member]."""
-        data = stacked(batches)
-        config = self.configs[0]
-        with torch.autocast(self.weights.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        data, leaves = stacked(batches), list(self.parameters.values())
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.configs[0].precision == "bfloat16"):
             losses = self._losses(self.parameters, data)
         # No member's loss knows another's weights.
-        found = torch.autograd.grad(losses.sum(), list(self.parameters.values()))
-        torch.cat([gradient.flatten(1) for gradient in found], 1, out=self.gradients)
-        norms = self.gradients.norm(dim=1)
-        most = torch.tensor([config.clip for config in self.configs]).to(norms)
-        self.gradients.mul_((most / (norms + 1e-6)).clamp(max=1.0)[:, None])
-        for i, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = self.configs[i // 2].rate(step)
-        self.optimizer.step()
+        gradients = [gradient.contiguous() for gradient in torch.autograd.grad(losses.sum(), leaves)]
+        norms = torch.stack([gradient.view(len(self), -1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        self._clip(gradients, norms)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient  # laid out as the weights are, which the fused AdamW takes for granted
+        self._update(leaves, [config.rate(step) for config in self.configs])
         return losses.detach(), norms
+
+    def _clip(self, gradients: Sequence[Tensor], norms: Tensor) -> None:
+        """Scale each member's gradients to its largest norm (as `clip_grad_norm_`)."""
+        scale = (self._each([config.clip for config in self.configs], norms) / (norms + 1e-6)).clamp(max=1.0)
+        if norms.device.type == "cpu" and bool((scale == 1.0).all()):
+            return  # a factor of one
+        for gradient in gradients:
+            gradient.mul_(_beside(scale, gradient))
+
+    @torch.no_grad()
+    def _update(self, leaves: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """AdamW with each member's rate η and decay λ: p ← p − ηλp, then p ← p − η·(Adam's step)."""
+        decay = self._each(
+            [1 - rate * config.weight_decay for rate, config in zip(rates, self.configs, strict=True)], leaves[0]
+        )
+        for leaf in self.shrinks:
+            leaf.mul_(_beside(decay, leaf))
+        most = max(rates)
+        self.optimizer.param_groups[0]["lr"] = most
+        if all(rate == most for rate in rates):
+            self.optimizer.step()
+            return
+        before = [leaf.clone() for leaf in leaves]
+        self.optimizer.step()
+        share = self._each([rate / most if most else 0.0 for rate in rates], leaves[0])
+        for leaf, old in zip(leaves, before, strict=True):  # a step of a smaller rate is a share of the way
+            leaf.copy_(torch.lerp(old, leaf, _beside(share, leaf)))
+
+    @staticmethod
+    def _each(values: Sequence[float], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     def _mapped(self, parameters: dict[str, Tensor], data: dict[str, Tensor]) -> Tensor:
         return vmap(self._one)(parameters, data)
@@ -115,15 +127,15 @@ class Ensemble:
         given = {name: value for name, value in data.items() if name not in ("positions", "targets")}
         asked = (data["targets"] != NOT_ASKED).sum()
         inputs = Inputs(**given)  # type: ignore[arg-type]  # roles are left out
-        return functional_call(self.loss, parameters, (inputs, data["positions"], data["targets"], asked))
+        named = {f"model.{name}": turn(parameters[name]) for name, turn in self._turns.items()}
+        return functional_call(self.loss, named, (inputs, data["positions"], data["targets"], asked))
 
     def member(self, k: int) -> Transformer:
-        """An ordinary model whose weights are this member's row: it changes with the ensemble."""
+        """An ordinary model whose weights are this member's part of the ensemble's: it changes with them."""
         with torch.device("meta"):
             model = Transformer(self.loss.model.config, seed=None)
-        views = {name: self._view(self.weights, i)[k].detach() for i, name in enumerate(self.names)}
-        model.load_state_dict({name: view.view(shape) for (name, view), shape in zip(views.items(), self.shapes, strict=True)},
-                              assign=True)  # fmt: skip
+        weights = {name: turn(self.parameters[name][k].detach()) for name, turn in self._turns.items()}
+        model.load_state_dict(weights, assign=True)
         return model.eval()
 
     def alone(self, k: int) -> Transformer:
@@ -140,30 +152,46 @@ class Ensemble:
     def pick(self, rows: Sequence[int]) -> Ensemble:
         """An ensemble of some members, the optimiser's moments with them."""
         part = Ensemble([self.member(k) for k in rows], [self.configs[k] for k in rows])
-        part.load_moments({name: value[list(rows)] for name, value in self.moments().items()})
+        rows = list(rows)
+        part.load_state(
+            {name: value if name.endswith(".step") else value[rows] for name, value in self.state().items()}
+        )
         return part
 
-    def moments(self) -> dict[str, Tensor]:
-        """The optimiser's state as tensors [member …]: step, exp_avg, exp_avg_sq; empty before the first step."""
-        states = [self.optimizer.state[group["params"][0]] for group in self.optimizer.param_groups]
-        if not states[0]:
-            return {}
-        both = list(zip(states[::2], states[1::2], strict=True))  # of each member what decays, and what does not
-        averages = {
-            name: torch.stack([torch.cat([a[name], b[name]]) for a, b in both]) for name in ("exp_avg", "exp_avg_sq")
-        }
-        return {"step": torch.stack([a["step"] for a, _ in both]), **averages}
+    def state(self) -> dict[str, Tensor]:
+        """Weights and the optimiser's moments [member …] by name, and the count of its steps."""
+        state = {f"model.{name}": value.detach() for name, value in self.parameters.items()}
+        for name, value in self.parameters.items():
+            state |= {f"optimizer.{name}.{moment}": kept for moment, kept in self.optimizer.state[value].items()}
+        return state
 
-    def load_moments(self, moments: dict[str, Tensor]) -> None:
-        """Put back what `moments` gave."""
-        if not moments:
-            return
-        for i, group in enumerate(self.optimizer.param_groups):
-            k, part = i // 2, slice(self.border, None) if i % 2 else slice(0, self.border)
-            average = {
-                name: moments[name][k, part].to(self.weights.device).clone() for name in ("exp_avg", "exp_avg_sq")
-            }
-            self.optimizer.state[group["params"][0]] = {"step": moments["step"][k].clone(), **average}
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state` gave."""
+        for name, value in self.parameters.items():
+            value.copy_(state[f"model.{name}"])
+            prefix = f"optimizer.{name}."
+            kept = {key.removeprefix(prefix): moment for key, moment in state.items() if key.startswith(prefix)}
+            if kept:
+                self.optimizer.state[value] = {key: moment.to(value.device, copy=True) for key, moment in kept.items()}
+
+
+def _named(model: Transformer) -> dict[str, Tensor]:
+    """A model's parameters by name; what is shared, once."""
+    return dict(model.named_parameters())
+
+
+def _transposed(value: Tensor) -> Tensor:
+    return value.mT
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def _beside(each: Tensor, value: Tensor) -> Tensor:
+    """One number per member [member] in a shape that multiplies [member …]."""
+    return each.view(-1, *(1 for _ in value.shape[1:]))
 
 
 def stacked(batches: Sequence[Batch]) -> dict[str, Tensor]:
@@ -189,12 +217,14 @@ class _Linear(nn.Linear):
 
 
 def _attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
-    """softmax(q kᵀ · scale) v under the mask, in its own lines: a CPU's fused kernel has no batched form."""
+    """softmax(q kᵀ · scale) v under the mask. A CPU's fused kernel, which no map can batch, is given all members as one batch."""
     scale = attention.config.attention_scale
     assert scale is not None  # the config resolves it
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if q.device.type == "cpu" and not edges.empty_rows and not torch.compiler.is_compiling():
+        return _Fused.apply(q, k, v, edges.mask, edges.causal, scale).transpose(1, 2)  # type: ignore[union-attr]
     scores, mask = (q * scale) @ k.transpose(-1, -2), edges.mask
     if edges.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -202,6 +232,31 @@ def _attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor, edges: Edges)
         scores = scores.masked_fill(~mask, float("-inf"))
     pattern = softmax_or_zero(scores) if edges.empty_rows else scores.softmax(-1)
     return (pattern @ v).transpose(1, 2)
+
+
+class _Fused(torch.autograd.Function):
+    """`scaled_dot_product_attention` with a rule for `vmap`: members join the batch. Only ever called inside a map."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Any:
+        q, k, v = (x.movedim(dim, 0).flatten(0, 1) for x, dim in zip((q, k, v), in_dims, strict=False))
+        if mask is not None and in_dims[3] is not None:
+            mask = mask.movedim(in_dims[3], 0)
+            if mask.shape[1] == 1 and len(q) != len(mask):  # one mask for a member's whole batch
+                mask = mask.expand(-1, len(q) // len(mask), *mask.shape[2:])
+            mask = mask.flatten(0, 1)
+        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+        return z.unflatten(0, (info.batch_size, -1)), 0
 
 
 def _for_mapping(model: Transformer) -> Transformer:

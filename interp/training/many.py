@@ -222,7 +222,7 @@ class _Stack:
         """Until every run has met its end; `found` gets those that it lacks."""
         began, config = time.perf_counter() - self.seconds, self.config
         watches = {name: self._watch(name, k) for k, name in enumerate(self.names)}
-        keep, device = set(config.kept), self.ensemble.weights.device
+        keep, device = set(config.kept), self.ensemble.device
         if self.start == 0 and 0 in keep:
             self._keep(0, found)
         bar = tqdm(range(self.start, config.steps), initial=self.start, total=config.steps, disable=not self.progress,
@@ -299,8 +299,7 @@ class _Stack:
             "names": self.names,
             "rows": {name: self.rows[name] for name in self.names},
         }
-        tensors = {"weights": self.ensemble.weights, **self.ensemble.moments()}
-        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        tensors = {name: value.cpu().contiguous() for name, value in self.ensemble.state().items()}
         record.write_atomic(self.state, lambda path: save_file(tensors, path, metadata={"about": json.dumps(about)}))
 
     def _read(self) -> None:
@@ -309,8 +308,7 @@ class _Stack:
                 about = json.loads(file.metadata()["about"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             self.ensemble = self.ensemble.pick([self.names.index(name) for name in about["names"]])
-            self.ensemble.weights.copy_(tensors.pop("weights"))
-            self.ensemble.load_moments(tensors)
+            self.ensemble.load_state(tensors)
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingFolderError(
                 f"{self.state} is truncated or belongs to other runs: {error}; train into a new folder"

@@ -14,6 +14,7 @@ from interp import ModelConfig, TrainConfig, Transformer, load
 from interp.tasks import ToyFacts
 from interp.tasks.task import Goal
 from interp.training import DivergedError, TrainingFolderError, open_run, state, train
+from interp.training.ensemble import Ensemble
 from interp.training.judge import read
 from interp.training.optimizer import make_optimizer
 from interp.training.train import Loss, train_step
@@ -262,11 +263,23 @@ def test_autocast_trains_and_keeps_float32_weights():
     assert 0 < abs(result.curves["loss"].iloc[-1] - plain.curves["loss"].iloc[-1]) < 0.3
 
 
-def test_compiling_changes_no_number_that_matters(monkeypatch):
+@pytest.mark.slow
+def test_the_loss_compiles_whole_alone_and_mapped(monkeypatch):
+    """Traced by torch.compile without a break, run by PyTorch's own kernels: the numbers are the same."""
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or loss)
-    result = train(MODEL, TASK, replace(CONFIG, compile=True, steps=2), progress=False)
-    assert len(compiled) == 1 and isinstance(compiled[0], Loss) and len(result.curves) == 2
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: compiled.append(f) or original(f, backend="eager", fullgraph=True))
+    config = replace(CONFIG, compile=True, steps=4, evaluate_every=2)
+    result, plain = (train(MODEL, TASK, one, progress=False) for one in (config, replace(config, compile=False)))
+    assert len(compiled) == 1 and isinstance(compiled[0], Loss)
+    assert_same(result.model, plain.model)
+    configs = [replace(config, seed=seed) for seed in range(3)]
+    models = [Transformer(MODEL, seed=seed) for seed in range(3)]
+    mapped, loop = Ensemble(models, configs), Ensemble(models, [replace(one, compile=False) for one in configs])
+    for step in range(2):
+        batches = [TASK.batch(step, 32, seed) for seed in range(3)]
+        assert torch.allclose(mapped.step(batches, step)[0], loop.step(batches, step)[0], atol=1e-5)
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("bad", [{"keep": 1}, {"stop": "never"}, {"decay": "some"}, {"precision": "float8"}])
