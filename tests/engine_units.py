@@ -94,7 +94,7 @@ def start(tmp_path: Path, engine: str = "local") -> subprocess.Popen:
     return process
 
 
-def wait_for(condition, seconds: float = 60) -> None:
+def wait_for(condition, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -54,3 +54,18 @@ def test_the_page_on_sweeps_runs(capsys):
     exec(compile(program, "sweeps.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "32 cells" in printed and "z → receiver" in printed
+
+
+def test_the_page_on_training_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, many = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    exec(compile(one.replace("steps=150", "steps=20, batch_size=32, evaluate_every=10"), "training.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert (
+        "(0, 1, 3, 7, 20)" in printed and "True" in printed and (tmp_path / "runs" / "facts64" / "samples.csv").exists()
+    )
+    exec(compile(many.replace("steps=30", "steps=3"), "training.md", "exec"), {})
+    assert "'seed_1003': (False, 'stacked')" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "runs" / "four").iterdir()} == {
+        f"seed_{seed}" for seed in range(1000, 1004)
+    }

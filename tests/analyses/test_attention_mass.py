@@ -46,7 +46,7 @@ def test_cross_attention_reads_the_source_and_padding_does_not_count_as_chance()
 
 def test_an_encoder_and_its_partners():
     task = Dyck(shortest=8, longest=8)
-    words, partner = task.words(torch.full((5,), 8), torch.Generator().manual_seed(0))
+    words, partner = task.words(torch.full((5,), 8), torch.Generator().manual_seed(0), 8)
     table = attention_mass(Transformer(task.model_config()), Inputs(words), partner)
     assert len(table) == 16 and table["chance"].eq(1 / 8).all() and table["mass"].between(0, 1).all()
 

@@ -16,6 +16,7 @@ from interp.engines import EngineError, UnitsFailedError, run_units
 from interp.engines import run as run_module
 from interp.engines.work import Died, Failed, execute
 
+pytestmark = pytest.mark.slow  # processes that import torch
 needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks processes up in /proc")
 PLAIN = {f"u{x}": {"x": x} for x in range(1, 5)}
 UNITS = {

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from interp.tasks import TASKS, as_task
+from interp.tasks import TASKS, Language, as_task
 from interp.tasks.task import drawn_on
 
 
@@ -23,9 +23,17 @@ def no_random_numbers(monkeypatch):
             monkeypatch.setattr(module, "stream", lambda seed, step: None)
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("language-")])
+@pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("language")])
 def test_a_batch_never_leaves_the_device(name, no_random_numbers):
-    task = as_task(name)
+    check(as_task(name))
+
+
+def test_a_batch_of_text_never_leaves_the_device(no_random_numbers, tmp_path, monkeypatch):
+    monkeypatch.setenv("INTERP_CACHE", str(tmp_path))
+    check(Language(limit=500_000))
+
+
+def check(task):
     here = task.batch(0, 8, 0)
     there = drawn_on(torch.device("meta"), task, 0, 8, 0)
     assert there.inputs.tokens.shape == here.inputs.tokens.shape and there.inputs.roles == {}

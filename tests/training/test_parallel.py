@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from interp import load
@@ -47,6 +48,7 @@ def launch(path, *words, processes=2):
     )
 
 
+@pytest.mark.slow  # seven processes that import torch
 def test_two_processes_equal_one_and_go_on_after_a_stop(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from interp import generate, load
 from interp.analyses import attention_mass
 from interp.model import Inputs
-from interp.tasks import TASKS, Dyck, Induction, Language, ModularAddition, Rewriting
+from interp.tasks import TASKS, Dyck, Induction, ModularAddition, Rewriting
 from interp.tasks.rewriting import EOS
 from interp.training import train
 
 SEED = 1000  # seeds 0-9 are kept for the registered claims
 
 
-def learned(name, **changes):
+def learned(name, stop="goals", **changes):
     task = TASKS[name]()
-    result = train(task.model_config(**changes), task, task.train_config(seed=SEED), progress=False)
+    result = train(task.model_config(**changes), task, task.train_config(seed=SEED, stop=stop), progress=False)
     return task, result
 
 
 @pytest.mark.slow
 def test_induction_takes_two_layers():
-    task, result = learned("induction")
+    task, result = learned("induction", stop="steps")
     assert result.success
     batch = task.evaluation["second_copy"]
     heads = attention_mass(result.model, batch.inputs, task.induction_target(batch))
@@ -75,7 +77,9 @@ def test_modular_addition_groks():
 
 
 @pytest.mark.slow
-def test_a_small_language_model_learns_python():
-    task, result = learned("language-small")
-    assert result.success and isinstance(task, Language)
-    assert task.bits_per_byte(float(result.curves["nats"].iloc[-1])) < 2.0  # 4.25 nats per token of 3.2 bytes are 1.91
+def test_a_small_language_model_begins_to_learn():
+    """Sixty steps of the 500 that meet its goal (docs/training.md)."""
+    task = TASKS["language-small"]()
+    config = task.train_config(steps=60, evaluate_every=60, seed=SEED)
+    result = train(None, task, config, progress=False)
+    assert result.last["nats"].iloc[0] < 0.9 * math.log(task.model_config().vocab) and not result.success

@@ -242,8 +242,8 @@ def test_a_run_is_opened_again_with_its_task_and_what_was_kept(tmp_path):
 
 
 def test_it_stops_at_its_goals_if_asked():
-    result = train(MODEL, TASK, replace(CONFIG, steps=2000, stop="goals", learning_rate=1e-2), progress=False)
-    assert result.success == (result.curves["step"].max() < 2000)
+    result = train(MODEL, TASK, replace(CONFIG, steps=400, stop="goals", learning_rate=1e-2), progress=False)
+    assert result.success == (result.curves["step"].max() < 400)
 
     class Easy(ToyFacts):
         goals = (Goal("train", "nats", 100.0),)
