@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import typing
 from dataclasses import dataclass, field
@@ -150,11 +151,13 @@ def _run(task: Any, command: Any) -> None:
     else:
         configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(command.seeds)]
         more: dict[str, Any] = {}
-        if command.engine in ("local", "ray"):
+        if command.engine in ("local", "ray") or command.workers:
             more["workers"] = command.workers or None
         if command.engine == "ray":
             more |= {"address": command.address or None, "resources": {"num_cpus": 1, "num_gpus": command.gpus}}
         found = train_many(model, task, configs, command.folder, command.engine, command.resume, device=device, **more)
+    if os.environ.get("RANK", "0") != "0":
+        return  # under torchrun the first process speaks for all
     print("\n".join(runs.words(found)))
     page = runs.build(command.folder, found)
     print(f"wrote {page}" + (f"; the model is in {command.folder}/model" if command.seeds == 1 else ""))

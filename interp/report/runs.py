@@ -15,6 +15,7 @@ from interp.plots import run_curves
 from interp.report.build import made_section
 from interp.report.page import Section, render
 from interp.training import Trained, TrainingFolderError, open_run, samples
+from interp.training.folder import FAILED
 
 ORDINARY = ("accuracy", "exact", "nats")
 
@@ -29,11 +30,10 @@ def opened(folders: Sequence[Path]) -> dict[str, Trained]:
             else sorted(path.parent for path in folder.glob("*/config.json"))
         )
         many = len(folders) > 1 and own != [folder]
-        found |= {
-            f"{folder.name}/{path.name}" if many else path.name: open_run(path)
-            for path in own
-            if (path / "model").is_dir()
-        }
+        for path in own:
+            if (path / "model").is_dir() or (path / FAILED).is_file():
+                name = f"{folder.name}/{path.name}" if many else path.name
+                found[str(path) if name in found else name] = open_run(path)
     if not found:
         raise TrainingFolderError(f"no finished training run in {', '.join(map(str, folders)) or 'no folder'}; allowed: "
                                   "folders that interp train wrote, or folders of them")  # fmt: skip
@@ -88,7 +88,8 @@ def words(found: Mapping[str, Trained]) -> list[str]:
         for split, row in run.last.iterrows():
             said.append(f"{prefix}{split}: {100 * row['accuracy']:.2f}% of asked tokens, {100 * row['exact']:.2f}% of "
                         f"{int(row['n'])} examples, {row['nats']:.4f} nats")  # fmt: skip
-    wanted = "; ".join(map(str, some.task.goals))
+    goals = {"; ".join(map(str, run.task.goals)) for run in found.values()}
+    wanted = goals.pop() if len(goals) == 1 else "each by its own task's goals"
     learned = sum(run.success for run in found.values())
     if len(found) == 1:
         return [*said, f"{'learned' if some.success else 'NOT learned'} ({wanted}) in {some.seconds:.0f} s"]

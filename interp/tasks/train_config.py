@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 _CHOICES = {
     "schedule": ("cosine", "linear", "constant"),
@@ -12,6 +12,14 @@ _CHOICES = {
     "stop": ("steps", "goals"),
     "precision": ("float32", "bfloat16"),
 }
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +54,20 @@ class TrainConfig:
     data_seed: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
         for name in ("steps", "batch_size", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not allowed; allowed: an integer of 1 or more")
-        if self.learning_rate <= 0 or self.clip <= 0:
-            raise ValueError(f"learning_rate={self.learning_rate}, clip={self.clip}: both must be above 0")
+            self._need(name, _whole(getattr(self, name)) and getattr(self, name) >= 1, "an integer of 1 or more")
+        for name in ("learning_rate", "clip"):
+            self._need(name, _finite(getattr(self, name)) and getattr(self, name) > 0, "a finite number above 0")
+        for name in ("weight_decay", "final_rate"):
+            self._need(name, _finite(getattr(self, name)) and getattr(self, name) >= 0, "a finite number of 0 or more")
+        ok = len(self.betas) == 2 and all(_finite(beta) and 0 <= beta < 1 for beta in self.betas)
+        self._need("betas", ok, "two numbers in [0, 1)")
+        self._need("compile", isinstance(self.compile, bool), "True or False")
+        for name in ("seed", "data_seed"):
+            value = getattr(self, name)
+            ok = (name == "data_seed" and value is None) or (_whole(value) and 0 <= value < 1 << 40)
+            self._need(name, ok, "an integer from 0 to 2^40")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup={self.warmup} is not allowed; allowed: a share of steps in [0, 1)")
         for name, allowed in _CHOICES.items():
@@ -58,8 +75,11 @@ class TrainConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not allowed; allowed: {', '.join(map(repr, allowed))}"
                 )
-        if self.keep < 0 or self.keep == 1:
-            raise ValueError(f"keep={self.keep} is not allowed; allowed: 0, or 2 or more")
+        self._need("keep", _whole(self.keep) and self.keep >= 0 and self.keep != 1, "0, or 2 or more")
+
+    def _need(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
 
     @property
     def data(self) -> int:

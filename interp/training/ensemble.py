@@ -76,6 +76,8 @@ class Ensemble:
 
     def step(self, batches: Sequence[Batch], step: int) -> tuple[Tensor, Tensor]:
         """One update of every member on its own batch; losses in nats per asked token and gradient norms, both [member]."""
+        if len(batches) != len(self):
+            raise EnsembleError(f"{len(batches)} batches are not allowed; allowed: one for each of {len(self)} members")
         data, leaves = stacked(batches), list(self.parameters.values())
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.configs[0].precision == "bfloat16"):
             losses = self._losses(self.parameters, data)

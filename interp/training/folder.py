@@ -9,6 +9,7 @@ model/, curves.parquet, samples.csv, provenance.json    when it has finished
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from interp import record
 from interp.model.checkpoint import CheckpointError, load, save
+from interp.model.config import ModelConfig
 from interp.model.transformer import Transformer
 from interp.tasks import restore
 from interp.tasks.task import Task, TaskError
 from interp.tasks.train_config import TrainConfig
 from interp.training.judge import goals_met, samples
 
-STATE, MODEL, CURVES, STEPS = "state.safetensors", "model", "curves.parquet", "steps"
+STATE, MODEL, CURVES, STEPS, FAILED = "state.safetensors", "model", "curves.parquet", "steps", "failed.json"
 
 
 class TrainingFolderError(RuntimeError):
@@ -59,6 +62,8 @@ class Trained:
     @property
     def last(self) -> pd.DataFrame:
         """The last evaluation's rows, by split."""
+        if self.note:
+            return self.curves
         return self.curves[self.curves["step"] == self.curves["step"].max()].set_index("split")
 
     @property
@@ -87,11 +92,19 @@ def result_of(model: Transformer, task: Task, config: TrainConfig, rows: list[di
 class RunFolder:
     """The folder of one run with these settings; path=None: nothing is written."""
 
-    def __init__(self, path: str | Path | None, model: Transformer, task: Task, config: TrainConfig) -> None:
+    def __init__(
+        self, path: str | Path | None, model: Transformer, task: Task, config: TrainConfig, given: bool = False
+    ) -> None:
+        """given: the model's weights are the caller's, not drawn from the seed, and so a part of what the run is."""
         self.path = None if path is None else Path(path)
         described = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
         document = {"task": described, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
-        self.document: dict[str, Any] = json.loads(json.dumps(document))
+        start = {
+            "dtype": str(model.dtype),
+            "weights": _digest(model) if given and path is not None else "from the seed",
+        }
+        self.document: dict[str, Any] = json.loads(json.dumps({**document, "start": start}))
+        self.identity = hashlib.blake2b(json.dumps(self.document, sort_keys=True).encode(), digest_size=16).hexdigest()
         self.task, self.config = task, config
 
     def claim(self, resume: bool) -> bool:
@@ -115,8 +128,9 @@ class RunFolder:
     def _compare(self, path: Path, old: dict[str, Any]) -> None:
         """Raises TrainingFolderError naming what differs."""
         written = old.pop("interp", "an earlier version")
+        old.setdefault("start", {})
         for part, fields in self.document.items():
-            there = old[part]
+            there = old.get(part, {})
             if part != "task" and there.keys() != fields.keys():
                 unknown, lacking = sorted(there.keys() - fields.keys()), sorted(fields.keys() - there.keys())
                 raise TrainingFolderError(f"{path} was written by interp {written}: its {part} config has unknown fields "
@@ -131,8 +145,11 @@ class RunFolder:
     def finished(self, model: Transformer) -> Trained:
         """The result of a run that has finished here, its weights put into `model`."""
         assert self.path is not None
-        model.load_state_dict(load(self.path / MODEL).state_dict())
-        rows = pd.read_parquet(self.path / CURVES).to_dict("records")
+        try:
+            model.load_state_dict(load(self.path / MODEL).state_dict())
+            rows = pd.read_parquet(self.path / CURVES).to_dict("records")
+        except (CheckpointError, RuntimeError, OSError, ValueError) as error:
+            raise TrainingFolderError(f"{self.path} is damaged: {error}; train into a new folder") from error
         return result_of(model.eval(), self.task, self.config, rows, self.path)  # type: ignore[arg-type]
 
     def keep(self, model: Transformer, step: int) -> None:
@@ -155,20 +172,43 @@ class RunFolder:
         (self.path / STATE).unlink(missing_ok=True)
 
 
-def open_run(folder: str | Path) -> Trained:
-    """The finished run in a training folder: model, curves, task, config, kept models. Raises TrainingFolderError."""
+def open_run(folder: str | Path, task: Task | None = None) -> Trained:
+    """The finished run in a training folder: model, curves, task, config, kept models; of one that diverged its note.
+
+    task: needed where the run was of a task of your own. Raises TrainingFolderError.
+    """
     folder = Path(folder)
     document = _read_document(folder / "config.json")
+    if (folder / FAILED).is_file():
+        config, model = _train_config(document), Transformer(ModelConfig.from_dict(document["model"]), seed=None)
+        note = json.loads((folder / FAILED).read_text())["message"]
+        return Trained(model, pd.DataFrame(), False, 0.0, task or restore(document["task"]), config, folder, note)
     if not (folder / MODEL).is_dir():
         raise TrainingFolderError(f"{folder} holds a training that has not finished (train(…, resume=True) goes on)")
     try:
-        task, model = restore(document["task"]), load(folder / MODEL)
-        config = TrainConfig(**{**document["train"], "betas": tuple(document["train"]["betas"])})
-    except (TaskError, TypeError, ValueError, CheckpointError) as error:
-        raise TrainingFolderError(f"{folder} cannot be opened: {error}") from error
-    found = result_of(model, task, config, pd.read_parquet(folder / CURVES).to_dict("records"), folder)  # type: ignore[arg-type]
-    about = json.loads((folder / "provenance.json").read_text())
+        task, model, config = task or restore(document["task"]), load(folder / MODEL), _train_config(document)
+        rows = pd.read_parquet(folder / CURVES).to_dict("records")
+        about = json.loads((folder / "provenance.json").read_text())
+    except (TaskError, TypeError, ValueError, CheckpointError, OSError) as error:
+        raise TrainingFolderError(
+            f"{folder} cannot be opened: {error} (for a task of your own: open_run(folder, task))"
+        ) from error
+    if model.config != ModelConfig.from_dict(document["model"]):
+        raise TrainingFolderError(f"{folder} holds a model with another config than its config.json says")
+    found = result_of(model, task, config, rows, folder)  # type: ignore[arg-type]
     return dataclasses.replace(found, how=about.get("how", "alone"))
+
+
+def _train_config(document: dict[str, Any]) -> TrainConfig:
+    return TrainConfig(**document["train"])
+
+
+def _digest(model: Transformer) -> str:
+    """A hash of a model's weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in model.state_dict().values():
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -183,4 +223,4 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise TrainingFolderError(
             f"{path} is not a run's config ({error!r}); allowed: a folder that train wrote"
         ) from error
-    return {**parts, **({"interp": old["interp"]} if "interp" in old else {})}
+    return {**parts, **{name: old[name] for name in ("start", "interp") if name in old}}

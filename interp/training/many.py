@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +25,16 @@ from interp.engines import run_units
 from interp.model.config import ModelConfig
 from interp.model.transformer import Transformer
 from interp.tasks import as_task, restore
-from interp.tasks.task import Task, drawn_on
+from interp.tasks.task import Task, TaskError, drawn_on
 from interp.tasks.train_config import TrainConfig
 from interp.training.ensemble import Ensemble, EnsembleError, check_configs
-from interp.training.folder import RunFolder, Trained, TrainingFolderError, result_of
+from interp.training.folder import FAILED, RunFolder, Trained, TrainingFolderError, result_of
 from interp.training.judge import goals_met
 from interp.training.train import DivergedError, Watch, evaluate, train
 
 How = Literal["auto", "stacked", "sequence", "local", "ray"]
 HOWS = ("auto", "stacked", "sequence", "local", "ray")
-STATE, FAILED = "ensemble.safetensors", "failed.json"
+STATE = "ensemble.safetensors"
 FEW_NUMBERS = 1 << 17  # numbers of the stream per step and member, up to which a processor waits for instructions
 
 
@@ -58,10 +60,19 @@ def train_many(
     task, named = as_task(task), names_of(configs)
     if how not in HOWS:
         raise EnsembleError(f"how={how!r} is not allowed; allowed: {', '.join(map(repr, HOWS))}")
+    if model is not None and not isinstance(model, ModelConfig):
+        raise EnsembleError(f"model={type(model).__name__} is not allowed; allowed: a ModelConfig, from which each run draws "
+                            "its own weights, or None")  # fmt: skip
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise EnsembleError(
+            "many runs under torchrun are not allowed; allowed: one run under torchrun, or many without it"
+        )
     model = model or task.model_config()
     device = torch.device(device)
     if how == "auto":
         how = chosen(model, task, list(named.values()), device)
+    if engine and how not in ("local", "ray"):
+        raise EnsembleError(f"{', '.join(engine)} are not allowed with how={how!r}; allowed: with 'local' and 'ray'")
     with tempfile.TemporaryDirectory() if folder is None else _Kept(folder) as home:
         run = {"stacked": _stacked, "sequence": _sequence}.get(how, _units)
         found = run(model, task, named, Path(home), resume or folder is None, progress, device, how, engine)
@@ -70,21 +81,29 @@ def train_many(
 
 
 def chosen(model: ModelConfig, task: Task, configs: Sequence[TrainConfig], device: torch.device) -> How:
-    """The way that is fastest, by size alone, so that the same call gives the same numbers (measured: docs/training.md).
+    """The way that is fastest, by sizes, device and threads alone, so that the same call there gives the same numbers.
 
     A GPU and small steps: stacked. Large steps fill a CPU's cores with one model: processes of one thread each waste the least.
     """
     try:
         check_configs(configs)
     except EnsembleError:
-        return "sequence" if device.type == "cuda" or len(configs) == 1 else "local"
+        return "sequence" if device.type == "cuda" or len(configs) == 1 or not _is_ours(task) else "local"
     if len(configs) == 1:
         return "sequence"
     inputs = task.batch(0, configs[0].batch_size, configs[0].seed).inputs
     tokens = inputs.tokens.numel() + (0 if inputs.source is None else inputs.source.numel())
     if device.type == "cuda" or tokens * model.d_model <= FEW_NUMBERS:
         return "stacked"
-    return "local" if torch.get_num_threads() > 1 else "sequence"
+    return "local" if torch.get_num_threads() > 1 and _is_ours(task) else "sequence"
+
+
+def _is_ours(task: Task) -> bool:
+    """Whether another process can make the same task from its name and options."""
+    try:
+        return dataclasses.is_dataclass(task) and type(restore(dataclasses.asdict(task))) is type(task)  # type: ignore[arg-type]
+    except TaskError:
+        return False
 
 
 def names_of(configs: Sequence[TrainConfig] | Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
@@ -92,6 +111,11 @@ def names_of(configs: Sequence[TrainConfig] | Mapping[str, TrainConfig]) -> dict
     if not configs:
         raise EnsembleError("no training configs; allowed: one or more")
     if isinstance(configs, Mapping):
+        for name in configs:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name):
+                raise EnsembleError(
+                    f"run name {name!r} is not allowed; allowed: letters, digits, '_', '-' and '.', not first"
+                )
         return dict(configs)
     if len({config.seed for config in configs}) == len(configs):
         return {f"seed_{config.seed:04d}": config for config in configs}
@@ -128,6 +152,9 @@ def _sequence(model, task, named, home: Path, resume, progress, device, how, eng
 
 def _units(model, task, named, home: Path, resume, progress, device, how, engine) -> dict[str, Trained]:
     """Each run in a process or on a machine of its own; what comes back is its folder's files."""
+    if not _is_ours(task):
+        raise EnsembleError(f"a {type(task).__name__} is not allowed with how={how!r}: another process knows tasks by name and "
+                            "options; allowed: a task of interp.tasks, or how='stacked' or 'sequence'")  # fmt: skip
     todo = {}
     for name, config in named.items():
         run = RunFolder(home / name, Transformer(model, seed=config.seed), task, config)
@@ -146,7 +173,7 @@ def _units(model, task, named, home: Path, resume, progress, device, how, engine
 def _unit(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
     """One run's folder as a table: path, content."""
     task, model = restore(config["task"]), ModelConfig.from_dict(config["model"])
-    training = TrainConfig(**{**config["train"], "betas": tuple(config["train"]["betas"])})
+    training = TrainConfig(**config["train"])
     folder = Path(scratch) / "run"
     try:
         train(model, task, training, folder, resume=True, progress=False, device=config["device"])
@@ -199,8 +226,11 @@ def _stacked(model, task, named, home: Path, resume, progress, device, how, engi
         done = run.claim(resume or failed is not None)
         if failed or done:
             found[name] = failed or run.finished(Transformer(model, seed=None).to(device))
+    if (home / STATE).exists() and not resume:
+        raise TrainingFolderError(f"{home} holds an unfinished stack of runs; resume it (resume=True, --resume) or choose a new "
+                                  "folder")  # fmt: skip
     if len(found) < len(named):
-        _Stack(model, task, named, homes, home / STATE, progress, device).run(found)
+        _Stack(model, task, named, homes, home / STATE, progress, device, found).run(found)
         (home / STATE).unlink(missing_ok=True)
     return found
 
@@ -208,7 +238,9 @@ def _stacked(model, task, named, home: Path, resume, progress, device, how, engi
 class _Stack:
     """The runs that go on together: names, their ensemble, their curves."""
 
-    def __init__(self, model, task, named, homes, state: Path, progress: bool, device: torch.device) -> None:
+    def __init__(
+        self, model, task, named, homes, state: Path, progress: bool, device: torch.device, finished: Collection[str]
+    ) -> None:
         self.task, self.homes, self.named, self.state, self.progress = task, homes, named, state, progress
         self.names, self.start, self.seconds = list(named), 0, 0.0
         self.rows: dict[str, list[dict]] = {name: [] for name in named}
@@ -216,6 +248,10 @@ class _Stack:
         self.ensemble = Ensemble(members, list(named.values()))
         if state.exists():
             self._read()
+            lacking = [name for name in named if name not in self.names and name not in finished]
+            if lacking:
+                raise TrainingFolderError(f"{state} holds {', '.join(self.names)} on their way, without {', '.join(lacking)}; "
+                                          "allowed: the same runs, or a new folder")  # fmt: skip
         self.config = next(iter(named.values()))
 
     def run(self, found: dict[str, Trained]) -> None:
@@ -296,7 +332,7 @@ class _Stack:
         about = {
             "step": done,
             "seconds": seconds,
-            "names": self.names,
+            "runs": {name: self.homes[name].identity for name in self.names},
             "rows": {name: self.rows[name] for name in self.names},
         }
         tensors = {name: value.cpu().contiguous() for name, value in self.ensemble.state().items()}
@@ -307,11 +343,14 @@ class _Stack:
             with safe_open(self.state, framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            self.ensemble = self.ensemble.pick([self.names.index(name) for name in about["names"]])
+            names = list(about["runs"])
+            if any(name not in self.homes or self.homes[name].identity != run for name, run in about["runs"].items()):
+                raise ValueError(f"it is the state of {', '.join(names)} with their settings")
+            self.ensemble = self.ensemble.pick([self.names.index(name) for name in names])
             self.ensemble.load_state(tensors)
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingFolderError(
                 f"{self.state} is truncated or belongs to other runs: {error}; train into a new folder"
             ) from error
-        self.start, self.seconds, self.names = about["step"], about["seconds"], about["names"]
+        self.start, self.seconds, self.names = about["step"], about["seconds"], names
         self.rows |= about["rows"]

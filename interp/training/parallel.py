@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from interp.tasks.task import Batch
 
@@ -42,6 +43,13 @@ class Ranks:
     def share(self, batch: Batch) -> Batch:
         """This process's examples of a batch that every process has drawn whole."""
         return batch if self.world == 1 else batch.select(slice(self.rank, None, self.world))
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of every process's number, each being its share."""
+        if self.world > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
 
     def agreed(self, decide: Callable[[], Any]) -> Any:
         """What the first process decides, told to all; an exception there is raised everywhere."""

@@ -51,10 +51,11 @@ def train(
     task = as_task(task)
     config = config or task.train_config()
     ranks = Ranks.current(device)
+    given = isinstance(model, Transformer)
     if not isinstance(model, Transformer):
         model = Transformer(model or task.model_config(), seed=config.seed)
     model = model.to(ranks.device).train()
-    home = RunFolder(folder, model, task, config)
+    home = RunFolder(folder, model, task, config, given)
     if ranks.agreed(lambda: home.claim(resume)):
         return home.finished(model)
     optimizer = make_optimizer(model, config)
@@ -68,9 +69,10 @@ def train(
                desc=str(task.name))  # fmt: skip
     for step in bar:
         batch = drawn_on(model.device, task, step, config.batch_size, config.data)
-        watch(
-            step, *train_step(loss, optimizer, ranks.share(batch), config, step, asked=_asked(batch), world=ranks.world)
+        value, norm = train_step(
+            loss, optimizer, ranks.share(batch), config, step, asked=_asked(batch), world=ranks.world
         )
+        watch(step, ranks.total(value), norm)
         done, stop = step + 1, False
         if done % config.evaluate_every == 0 or done == config.steps:
             watch.settle()
@@ -85,7 +87,7 @@ def train(
             break
         if home.path is not None and ranks.first and done % config.checkpoint_every == 0 and done < config.steps:
             watch.settle()
-            _checkpoint(home.path / STATE, model, optimizer, done, rows, time.perf_counter() - began)
+            _checkpoint(home.path / STATE, model, optimizer, done, rows, time.perf_counter() - began, home.identity)
     result = result_of(model.eval(), task, config, rows, home.path)
     ranks.agreed(lambda: home.close(result))
     return result
@@ -189,7 +191,7 @@ def _resumed(home: RunFolder, model: Transformer, optimizer: torch.optim.Optimiz
     if home.path is None or not (home.path / STATE).exists():
         return 0, [], 0.0
     try:
-        return read_state(home.path / STATE, model, optimizer)
+        return read_state(home.path / STATE, model, optimizer, home.identity)
     except Exception as error:  # whatever a damaged file raises
         raise TrainingFolderError(
             f"{home.path / STATE} is truncated or foreign: {error}; train into a new folder"

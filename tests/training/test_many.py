@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
 
+from interp import Transformer
 from interp.tasks import ToyFacts
 from interp.tasks.task import Goal
 from interp.tasks.train_config import TrainConfig
@@ -137,3 +139,35 @@ def test_bad_calls_are_named(tmp_path):
     other = [replace(one, learning_rate=1e-3) for one in THREE]
     with pytest.raises(TrainingFolderError, match=r"train\.learning_rate: 0\.005 there, 0\.001 asked for"):
         train_many(MODEL, TASK, other, tmp_path / "runs", "stacked", resume=True, progress=False)
+
+
+def test_a_stack_s_state_belongs_to_its_runs(tmp_path, monkeypatch):
+    stop_at(monkeypatch, 15)
+    with pytest.raises(Killed):
+        train_many(MODEL, TASK, THREE, tmp_path / "runs", "stacked", progress=False)
+    stop_at(monkeypatch, -1)
+    more = [*THREE, replace(CONFIG, seed=9)]
+    with pytest.raises(TrainingFolderError, match="without seed_0009"):
+        train_many(MODEL, TASK, more, tmp_path / "runs", "stacked", resume=True, progress=False)
+    with pytest.raises(TrainingFolderError, match="it is the state of seed_0003"):
+        train_many(MODEL, TASK, THREE[:2], tmp_path / "runs", "stacked", resume=True, progress=False)
+    for folder in (tmp_path / "runs").glob("seed_*"):
+        shutil.rmtree(folder)
+    other = [replace(one, learning_rate=1e-5) for one in THREE]
+    with pytest.raises(TrainingFolderError, match="unfinished stack"):
+        train_many(MODEL, TASK, other, tmp_path / "runs", "stacked", progress=False)
+
+
+def test_what_only_some_ways_can_do_is_refused_by_the_others(tmp_path, monkeypatch):
+    with pytest.raises(EnsembleError, match=r"a Easy is not allowed with how='local'"):
+        train_many(MODEL, Easy(16), THREE, tmp_path / "a", "local", progress=False)
+    with pytest.raises(EnsembleError, match=r"workers are not allowed with how='stacked'"):
+        train_many(MODEL, TASK, THREE, tmp_path / "b", "stacked", progress=False, workers=2)
+    for name in ("../evil", "/evil", "", ".hidden", 3):
+        with pytest.raises(EnsembleError, match="run name"):
+            train_many(MODEL, TASK, {name: CONFIG}, tmp_path / "c", progress=False)
+    with pytest.raises(EnsembleError, match="model=Transformer is not allowed"):
+        train_many(Transformer(MODEL), TASK, THREE, progress=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(EnsembleError, match="torchrun"):
+        train_many(MODEL, TASK, THREE, progress=False)
