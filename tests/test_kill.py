@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-TRAIN = ["train", "facts", "--task.n-subjects", "32", "--model.d-model", "32", "--steps", "300", "--batch-size", "64",
-         "--checkpoint-every", "20", "--evaluate-every", "100", "--keep", "4", "--threads", "1"]  # fmt: skip
+TRAIN = ["train", "facts", "--task.n-subjects", "32", "--model.d-model", "32", "--steps", "150", "--batch-size", "64",
+         "--checkpoint-every", "10", "--evaluate-every", "50", "--keep", "4", "--threads", "1"]  # fmt: skip
 SWEEP = [
     "sweep",
     "shipped",
