@@ -43,7 +43,7 @@ def killed_until_done(words, folder, again, whole_seconds, kills, seed):
             process.send_signal(signal.SIGKILL)
             done += 1
         process.wait()
-        if process.returncode == 0:
+        if process.returncode == 0 or (folder / "index.html").exists():  # the page is written last: it had finished
             return done
     subprocess.run([*command(words, folder), *again], check=True, capture_output=True)
     return done

@@ -193,7 +193,9 @@ def equal(quick: bool) -> float:
             train_step(Loss(model), optimizer, batch, config, step)
     pairs = zip(ensemble.unstack(), models[1], strict=True)
     return max(
-        float((a - b).abs().max()) for x, y in pairs for a, b in zip(x.parameters(), y.parameters(), strict=True)
+        float((a - b).detach().abs().max())
+        for x, y in pairs
+        for a, b in zip(x.parameters(), y.parameters(), strict=True)
     )
 
 
