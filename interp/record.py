@@ -21,6 +21,13 @@ import pandas as pd
 VERSIONED = ("interp", "torch", "numpy", "pandas", "scipy", "transformers", "transformer-lens", "matplotlib")
 
 
+def cache_folder() -> Path:
+    """$INTERP_CACHE, else $XDG_CACHE_HOME/interp, else ~/.cache/interp."""
+    if os.environ.get("INTERP_CACHE"):
+        return Path(os.environ["INTERP_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interp"
+
+
 def write_atomic(path: str | Path, write: Callable[[Path], Any]) -> Path:
     """Call `write` on a temporary name beside `path`, then rename: the file is whole or absent."""
     path = Path(path)

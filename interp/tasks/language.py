@@ -24,7 +24,7 @@ from torch import Tensor
 
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
-from interp.record import write_atomic
+from interp.record import cache_folder, write_atomic
 from interp.tasks.task import Batch, Goal, Pairs, TaskError, distinct, held_out, stream
 from interp.tasks.train_config import TrainConfig
 from interp.tokens import HuggingFaceTokenizer
@@ -221,13 +221,6 @@ def library(limit: int = 10_000_000) -> Mapping[str, str]:
 def is_held_out(path: str) -> bool:
     """Whether a file of the library is for judging: one in twenty, by its path's hash alone, so alike in every version."""
     return int(_hash(path)[:8], 16) % 20 == 0
-
-
-def cache_folder() -> Path:
-    """$INTERP_CACHE, else $XDG_CACHE_HOME/interp, else ~/.cache/interp: the folder of `interp.bridges.packages`."""
-    if os.environ.get("INTERP_CACHE"):
-        return Path(os.environ["INTERP_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interp"
 
 
 def _hash(text: str) -> str:

@@ -89,6 +89,12 @@ def result_of(model: Transformer, task: Task, config: TrainConfig, rows: list[di
     return Trained(model, curves, goals_met(task, last), float(rows[-1]["seconds"]), task, config, folder)
 
 
+def described(model: Transformer, task: Task, config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """What a run is: its task, its model's config and its training config, field by field."""
+    options = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
+    return {"task": options, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
+
+
 class RunFolder:
     """The folder of one run with these settings; path=None: nothing is written."""
 
@@ -97,8 +103,7 @@ class RunFolder:
     ) -> None:
         """given: the model's weights are the caller's, not drawn from the seed, and so a part of what the run is."""
         self.path = None if path is None else Path(path)
-        described = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
-        document = {"task": described, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
+        document = described(model, task, config)
         start = {
             "dtype": str(model.dtype),
             "weights": _digest(model) if given and path is not None else "from the seed",

@@ -32,11 +32,7 @@ def judge(model: Transformer, examples: Batch, batch_size: int = 1024) -> dict[s
         )
         right.append(logits.argmax(-1) == part.targets)
         asked.append(part.targets != NOT_ASKED)
-    return scores(torch.cat(right).cpu(), torch.cat(nats).cpu(), torch.cat(asked).cpu())
-
-
-def scores(hit: Tensor, cost: Tensor, wanted: Tensor) -> dict[str, float]:
-    """accuracy, exact, nats and n from which tokens are right [batch n], their nats and which are asked for."""
+    hit, cost, wanted = (torch.cat(parts).cpu() for parts in (right, nats, asked))
     some = wanted.any(1)
     return {
         "accuracy": float(hit[wanted].float().mean()),
