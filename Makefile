@@ -6,6 +6,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# whole files per process, one thread each: the counts that a file's tests gather stay together
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 STAMP := $(VENV)/.installed
 
 .PHONY: setup report test check lint slow cluster notebooks bench clean
@@ -24,7 +26,7 @@ report: $(STAMP)
 	$(BIN)/interp report
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,7 +35,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 cluster: $(STAMP)
 	$(BIN)/python -m pytest -m cluster

@@ -47,6 +47,17 @@ def shipped():
     return interp.shipped()
 
 
+def pytest_sessionfinish(session) -> None:
+    """A process of pytest-xdist hands its lines to the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["lines"] = summary.LINES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    summary.LINES.extend(getattr(node, "workeroutput", {}).get("lines", ()))
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     for line in summary.LINES:
         terminalreporter.write_line(line)

@@ -44,7 +44,7 @@ def settings(found: Mapping[str, Trained]) -> tuple[dict[str, Any], pd.DataFrame
     flat = {}
     for name, run in found.items():
         assert run.config is not None
-        parts = described(run.model, run.task, run.config)
+        parts = described(run.model.config, run.task, run.config)
         flat[name] = {f"{part}.{field}": value for part, fields in parts.items() for field, value in fields.items()}
     every = list(dict.fromkeys(field for one in flat.values() for field in one))
     same = [field for field in every if len({repr(one.get(field)) for one in flat.values()}) == 1]

@@ -140,6 +140,11 @@ class Ensemble:
         model.load_state_dict(weights, assign=True)
         return model.eval()
 
+    def gradients(self, k: int) -> dict[str, Tensor]:
+        """This member's gradients of the last step by name (clipped); empty before the first."""
+        grads = {name: value.grad for name, value in self.parameters.items()}
+        return {name: self._turns[name](grad[k]) for name, grad in grads.items() if grad is not None}
+
     def alone(self, k: int) -> Transformer:
         """An ordinary model with weights of its own."""
         model = self.member(k)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +31,13 @@ from interp.tasks.task import Task, TaskError
 from interp.tasks.train_config import TrainConfig
 from interp.training.judge import goals_met, samples
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 STATE, MODEL, CURVES, STEPS, FAILED = "state.safetensors", "model", "curves.parquet", "steps", "failed.json"
+FROM_THE_SEED = "from the seed"
 
 
 class TrainingFolderError(RuntimeError):
@@ -82,38 +91,41 @@ class Trained:
         return load(self.folder / STEPS / f"{step:06d}")
 
 
-def result_of(model: Transformer, task: Task, config: TrainConfig, rows: list[dict], folder: Path | None) -> Trained:
+def result_of(
+    model: Transformer, task: Task, config: TrainConfig, rows: list[dict], folder: Path | None, how: str = "alone"
+) -> Trained:
     """What a run gives, from its curve rows."""
     curves = pd.DataFrame(rows)
     last = [row for row in rows if row["step"] == rows[-1]["step"]]
-    return Trained(model, curves, goals_met(task, last), float(rows[-1]["seconds"]), task, config, folder)
+    return Trained(model, curves, goals_met(task, last), float(rows[-1]["seconds"]), task, config, folder, how=how)
 
 
-def described(model: Transformer, task: Task, config: TrainConfig) -> dict[str, dict[str, Any]]:
+def described(model: ModelConfig, task: Task, config: TrainConfig) -> dict[str, dict[str, Any]]:
     """What a run is: its task, its model's config and its training config, field by field."""
     options = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else {"name": task.name}  # type: ignore[arg-type]
-    return {"task": options, "model": model.config.to_dict(), "train": dataclasses.asdict(config)}
+    return {"task": options, "model": model.to_dict(), "train": dataclasses.asdict(config)}
 
 
 class RunFolder:
     """The folder of one run with these settings; path=None: nothing is written."""
 
     def __init__(
-        self, path: str | Path | None, model: Transformer, task: Task, config: TrainConfig, given: bool = False
-    ) -> None:
-        """given: the model's weights are the caller's, not drawn from the seed, and so a part of what the run is."""
+        self, path: str | Path | None, model: ModelConfig, task: Task, config: TrainConfig, dtype: str = "torch.float32",
+        weights: str = FROM_THE_SEED,
+    ) -> None:  # fmt: skip
+        """weights: the `digest` of those that the caller gave, which are a part of what the run is."""
         self.path = None if path is None else Path(path)
-        document = described(model, task, config)
-        start = {
-            "dtype": str(model.dtype),
-            "weights": _digest(model) if given and path is not None else "from the seed",
-        }
-        self.document: dict[str, Any] = json.loads(json.dumps({**document, "start": start}))
+        self.model, self.task, self.config = model, task, config
+        document = {**described(model, task, config), "start": {"dtype": dtype, "weights": weights}}
+        self.document: dict[str, Any] = json.loads(json.dumps(document))
         self.identity = hashlib.blake2b(json.dumps(self.document, sort_keys=True).encode(), digest_size=16).hexdigest()
-        self.task, self.config = task, config
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keeps other programs out for the time of a training. Raises TrainingFolderError while another has it."""
+        return nullcontext() if self.path is None else held(self.path)
 
     def claim(self, resume: bool) -> bool:
-        """Whether the run has finished here. Raises TrainingFolderError for a folder that is not this run's."""
+        """Whether the run has ended here. Raises TrainingFolderError for a folder that is not this run's."""
         if self.path is None:
             return False
         path = self.path / "config.json"
@@ -128,7 +140,7 @@ class RunFolder:
                 f"{self.path} holds a run; resume it (resume=True, --resume) or choose a new folder"
             )
         self._compare(path, _read_document(path))
-        return (self.path / MODEL).exists()
+        return (self.path / MODEL).is_dir() or (self.path / FAILED).is_file()
 
     def _compare(self, path: Path, old: dict[str, Any]) -> None:
         """Raises TrainingFolderError naming what differs."""
@@ -147,15 +159,32 @@ class RunFolder:
         if differing:
             raise TrainingFolderError(f"{self.path} holds another run: {'; '.join(differing)}")
 
-    def finished(self, model: Transformer) -> Trained:
-        """The result of a run that has finished here, its weights put into `model`."""
+    def ended(self, into: Transformer | None = None, device: torch.device | str = "cpu") -> Trained:
+        """The result of a run that has ended here, well or not. into: a model that takes its weights."""
         assert self.path is not None
+        path, diverged = self.path, (self.path / FAILED).is_file()
         try:
-            model.load_state_dict(load(self.path / MODEL).state_dict())
-            rows = pd.read_parquet(self.path / CURVES).to_dict("records")
-        except (CheckpointError, RuntimeError, OSError, ValueError) as error:
-            raise TrainingFolderError(f"{self.path} is damaged: {error}; train into a new folder") from error
-        return result_of(model.eval(), self.task, self.config, rows, self.path)  # type: ignore[arg-type]
+            curves = pd.read_parquet(path / CURVES)
+            if diverged:
+                note = str(json.loads((path / FAILED).read_text())["message"])
+                model = Transformer(self.model, seed=self.config.seed).to(device)
+                return Trained(model, curves, False, 0.0, self.task, self.config, path, note)
+            model = load(path / MODEL, device)
+            how = json.loads((path / "provenance.json").read_text()).get("how", "alone")
+            if model.config != self.model:
+                raise ValueError("its model has another config than its config.json says")
+            if into is not None:
+                into.load_state_dict(model.state_dict())
+        except (CheckpointError, RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+            raise TrainingFolderError(f"{path} is damaged: {error}; train into a new folder") from error
+        rows: Any = curves.to_dict("records")
+        return result_of((into or model).eval(), self.task, self.config, rows, path, how)
+
+    def fail(self, message: str, rows: Sequence[dict]) -> None:
+        """The run diverged: its curves until then, and no model."""
+        if self.path is not None:
+            record.write_table(self.path / CURVES, pd.DataFrame(rows))
+            record.write_json(self.path / FAILED, {"message": message})
 
     def keep(self, model: Transformer, step: int) -> None:
         """Save the model of a step that is to be kept; one that a run before an interruption has saved is the same."""
@@ -163,13 +192,13 @@ class RunFolder:
         if not (self.path / STEPS / f"{step:06d}").exists():
             save(model, self.path / STEPS / f"{step:06d}", extra={"task": self.document["task"], "step": step})
 
-    def close(self, result: Trained, how: str = "alone") -> None:
+    def close(self, result: Trained) -> None:
         """Everything that a finished run leaves; the model comes last, so that a folder with one is complete."""
         if self.path is None:
             return
         seed = self.config.seed
         record.write_table(self.path / CURVES, result.curves)
-        about = record.provenance(config=self.document, seed=seed, training_seconds=result.seconds, how=how)
+        about = record.provenance(config=self.document, seed=seed, training_seconds=result.seconds, how=result.how)
         record.write_json(self.path / "provenance.json", about)
         table = samples(result.model, self.task)
         record.write_atomic(self.path / "samples.csv", lambda temporary: table.to_csv(temporary, index=False))
@@ -184,36 +213,48 @@ def open_run(folder: str | Path, task: Task | None = None) -> Trained:
     """
     folder = Path(folder)
     document = _read_document(folder / "config.json")
-    if (folder / FAILED).is_file():
-        config, model = _train_config(document), Transformer(ModelConfig.from_dict(document["model"]), seed=None)
-        note = json.loads((folder / FAILED).read_text())["message"]
-        return Trained(model, pd.DataFrame(), False, 0.0, task or restore(document["task"]), config, folder, note)
-    if not (folder / MODEL).is_dir():
+    if not (folder / MODEL).is_dir() and not (folder / FAILED).is_file():
         raise TrainingFolderError(f"{folder} holds a training that has not finished (train(…, resume=True) goes on)")
     try:
-        task, model, config = task or restore(document["task"]), load(folder / MODEL), _train_config(document)
-        rows = pd.read_parquet(folder / CURVES).to_dict("records")
-        about = json.loads((folder / "provenance.json").read_text())
-    except (TaskError, TypeError, ValueError, CheckpointError, OSError) as error:
+        task, config = task or restore(document["task"]), TrainConfig(**document["train"])
+        model = ModelConfig.from_dict(document["model"])
+    except (TaskError, TypeError, ValueError) as error:
         raise TrainingFolderError(
             f"{folder} cannot be opened: {error} (for a task of your own: open_run(folder, task))"
         ) from error
-    if model.config != ModelConfig.from_dict(document["model"]):
-        raise TrainingFolderError(f"{folder} holds a model with another config than its config.json says")
-    found = result_of(model, task, config, rows, folder)  # type: ignore[arg-type]
-    return dataclasses.replace(found, how=about.get("how", "alone"))
+    home = RunFolder(folder, model, task, config)  # type: ignore[arg-type]
+    return home.ended()
 
 
-def _train_config(document: dict[str, Any]) -> TrainConfig:
-    return TrainConfig(**document["train"])
-
-
-def _digest(model: Transformer) -> str:
+def digest(model: Transformer) -> str:
     """A hash of a model's weights."""
     digest = hashlib.blake2b(digest_size=16)
     for value in model.state_dict().values():
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A folder that one program at a time writes to; the system lets go of it when the program ends, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise TrainingFolderError(f"{folder} is a file, or lies below one; choose a folder") from error
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingFolderError(
+                f"{folder} is being trained into by another program; wait for it, or choose a new folder"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def _read_document(path: Path) -> dict[str, Any]:

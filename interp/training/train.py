@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,25 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from interp.model.config import ModelConfig
-from interp.model.inputs import Inputs
+from interp.model.inputs import Inputs, InputsError
 from interp.model.transformer import Transformer
+from interp.run import check_inputs
 from interp.tasks import as_task
 from interp.tasks.task import NOT_ASKED, Batch, Task, drawn_on
 from interp.tasks.train_config import TrainConfig
-from interp.training.folder import STATE, RunFolder, Trained, TrainingFolderError, result_of
+from interp.training.folder import STATE, RunFolder, Trained, digest, result_of
 from interp.training.judge import goals_met, judge, read
 from interp.training.optimizer import make_optimizer
 from interp.training.parallel import Ranks
-from interp.training.state import read_state, write_state
+from interp.training.state import load_state, read_state, state_of, write_state
 
 
 class DivergedError(RuntimeError):
-    """A loss or gradient that became NaN or infinite, or a loss far above that of a guess."""
+    """A loss or gradient that became NaN or infinite, or a loss far above that of a guess. rows: the curves until then."""
+
+    def __init__(self, message: str, rows: Sequence[dict] = ()) -> None:
+        super().__init__(message)
+        self.rows = list(rows)
 
 
 def train(
@@ -50,18 +56,56 @@ def train(
     """
     task = as_task(task)
     config = config or task.train_config()
-    ranks = Ranks.current(device)
     given = isinstance(model, Transformer)
-    if not isinstance(model, Transformer):
-        model = Transformer(model or task.model_config(), seed=config.seed)
-    model = model.to(ranks.device).train()
-    home = RunFolder(folder, model, task, config, given)
-    if ranks.agreed(lambda: home.claim(resume)):
-        return home.finished(model)
+    start = (str(model.dtype), digest(model)) if given and folder is not None else ()
+    home = RunFolder(folder, model.config if given else model or task.model_config(), task, config, *start)
+    found = train_into(home, model if given else None, resume, progress, device)
+    if found.note:
+        raise DivergedError(found.note, found.curves.to_dict("records"))  # type: ignore[arg-type]
+    return found
+
+
+def train_into(
+    home: RunFolder,
+    model: Transformer | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    device: torch.device | str = "cpu",
+    how: str = "alone",
+) -> Trained:
+    """The run of a folder, or what it left when it ended before; one that diverges says so there.
+
+    model: None draws the weights from the seed. Raises as `train` does.
+    """
+    ranks = Ranks.current(device)
+    model = (model or Transformer(home.model, seed=home.config.seed)).to(ranks.device).train()
+    check_fit(model, home.task)  # before the folder is this run's
+    with home.held() if ranks.first else nullcontext():
+        if ranks.agreed(lambda: home.claim(resume)):
+            return home.ended(model)
+        try:
+            return _train(model, home, ranks, resume, progress, how)
+        except DivergedError as error:
+            if ranks.first:
+                home.fail(str(error), error.rows)
+            raise
+
+
+def check_fit(model: Transformer, task: Task) -> None:
+    """Raises InputsError for a model that cannot read the task's batches: too few token ids, too short a context, …."""
+    words, vocab = len(getattr(task, "vocabulary", ())), model.config.vocab
+    if words > vocab:
+        raise InputsError(f"vocab={vocab} is too small for {task.name!r}; allowed: at least its {words} token ids")
+    check_inputs(model, drawn_on(model.device, task, 0, 2, 0).inputs)
+
+
+def _train(model: Transformer, home: RunFolder, ranks: Ranks, resume: bool, progress: bool, how: str) -> Trained:
+    """The loop."""
+    task, config = home.task, home.config
     optimizer = make_optimizer(model, config)
     start, rows, seconds = _resumed(home, model, optimizer) if resume else (0, [], 0.0)
     began = time.perf_counter() - seconds
-    loss, watch = ranks.wrap(_compiled(Loss(model), config)), Watch(model, config)
+    loss, watch = ranks.wrap(_compiled(Loss(model), config)), Watch(model, config, rows)
     keep = set(config.kept) if home.path is not None and ranks.first else set()
     if start == 0 and 0 in keep:
         home.keep(model, 0)
@@ -87,8 +131,9 @@ def train(
             break
         if home.path is not None and ranks.first and done % config.checkpoint_every == 0 and done < config.steps:
             watch.settle()
-            _checkpoint(home.path / STATE, model, optimizer, done, rows, time.perf_counter() - began, home.identity)
-    result = result_of(model.eval(), task, config, rows, home.path)
+            about = {"step": done, "rows": rows, "seconds": time.perf_counter() - began, "run": home.identity}
+            write_state(home.path / STATE, state_of(model, optimizer), about)
+    result = result_of(model.eval(), task, config, rows, home.path, how)
     ranks.agreed(lambda: home.close(result))
     return result
 
@@ -137,8 +182,15 @@ def _asked(batch: Batch) -> Tensor:
 class Watch:
     """Looks for divergence: at every step on a CPU, every twenty on a GPU, where reading a number makes the program wait."""
 
-    def __init__(self, model: Transformer, config: TrainConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainConfig,
+        rows: Sequence[dict] = (),
+        gradients: Callable[[], dict[str, Tensor]] | None = None,
+    ) -> None:
+        """rows: the curves, as they grow. gradients: the last step's by name, where the model itself does not hold them."""
+        self.model, self.config, self.rows, self.gradients = model, config, rows, gradients or self._gradients
         self.every = 1 if model.device.type == "cpu" else 20
         self.limit = 10 * math.log(max(model.config.vocab, 2))  # a guess costs log(vocab)
         self.recent: deque[float] = deque(maxlen=5)
@@ -159,18 +211,20 @@ class Watch:
         for step, loss, norm in self._waiting:
             value, gradient = float(loss), float(norm)
             if not (math.isfinite(value) and math.isfinite(gradient)) or value > self.limit:
-                raise DivergedError(self._report(step, value, gradient))
+                raise DivergedError(self._report(step, value, gradient), self.rows)
             self.recent.append(value)
         self._waiting = []
 
     def _report(self, step: int, value: float, gradient: float) -> str:
-        named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        bad = [name for name, grad in named.items() if not bool(torch.isfinite(grad).all())]
+        bad = [name for name, grad in self.gradients().items() if not bool(torch.isfinite(grad).all())]
         before = ", ".join(f"{one:.3g}" for one in self.recent) or "none"
         where = f"; not finite: gradients of {', '.join(bad[:3])}" if bad else ""
         return (f"the loss is {value:.4g} at step {step} (gradient norm {gradient:.3g}, learning rate "
                 f"{self.config.rate(step):.2g}, losses before: {before}{where}); lower learning_rate, raise warmup or lower "
                 "clip")  # fmt: skip
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
 
 def _compiled(loss: nn.Module, config: TrainConfig) -> nn.Module:
@@ -190,22 +244,11 @@ def _resumed(home: RunFolder, model: Transformer, optimizer: torch.optim.Optimiz
     """Next step, curve rows and seconds of an unfinished run, its weights and moments put in place."""
     if home.path is None or not (home.path / STATE).exists():
         return 0, [], 0.0
-    try:
-        return read_state(home.path / STATE, model, optimizer, home.identity)
-    except Exception as error:  # whatever a damaged file raises
-        raise TrainingFolderError(
-            f"{home.path / STATE} is truncated or foreign: {error}; train into a new folder"
-        ) from error
 
+    def take(tensors: dict[str, Tensor], about: dict[str, Any]) -> tuple[int, list[dict], float]:
+        if about.get("run") != home.identity:
+            raise ValueError("it is the state of a run with other settings")
+        load_state(tensors, model, optimizer)
+        return about["step"], about["rows"], about["seconds"]
 
-def _checkpoint(path: Path, *state: Any) -> None:
-    """Write the state; a disk that is full leaves the last one as it was."""
-    try:
-        write_state(path, *state)
-    except Exception as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        if not full:
-            raise
-        kept = f"the last state in {path} is whole" if path.exists() else "no state has been written yet"
-        raise TrainingFolderError(f"no space left on the disk of {path.parent} at step {state[2]}; {kept}: make room and resume "
-                                  "(resume=True, --resume)") from error  # fmt: skip
+    return read_state(home.path / STATE, take)

@@ -15,7 +15,9 @@ from interp.tasks import ToyFacts
 from interp.tasks.task import Goal
 from interp.training import DivergedError, TrainingFolderError, open_run, state, train
 from interp.training.ensemble import Ensemble
+from interp.training.folder import held
 from interp.training.judge import read
+from interp.training.many import train_many
 from interp.training.optimizer import make_optimizer
 from interp.training.train import Loss, train_step
 
@@ -241,6 +243,35 @@ def test_a_full_disk_leaves_the_last_state_and_the_run_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(state, "save_file", written)
     resumed = train(MODEL, TASK, CONFIG, tmp_path / "cut", resume=True, progress=False)
     assert_same(whole.model, resumed.model)
+
+
+def test_two_programs_cannot_train_into_one_folder(tmp_path):
+    with held(tmp_path / "run"), pytest.raises(TrainingFolderError, match="is being trained into by another program"):
+        train(MODEL, TASK, CONFIG, tmp_path / "run", resume=True, progress=False)
+    train(MODEL, TASK, replace(CONFIG, steps=2), tmp_path / "run", progress=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingFolderError, match="is a file, or lies below one; choose a folder"):
+        train(MODEL, TASK, CONFIG, tmp_path / "file", progress=False)
+
+
+def test_a_model_that_cannot_read_the_task_claims_no_folder(tmp_path):
+    small = ModelConfig(vocab=8, n_layers=1, n_heads=2, d_model=8, n_ctx=8)
+    with pytest.raises(ValueError, match=r"vocab=8 is too small for 'facts'; allowed: at least its \d+"):
+        train(small, TASK, CONFIG, tmp_path / "run", progress=False)
+    with pytest.raises(ValueError, match=r"vocab=8 is too small for 'facts'; allowed: at least its \d+"):
+        train_many(small, TASK, [CONFIG], tmp_path / "runs", progress=False)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_diverged_keeps_its_curves_and_says_so_again(tmp_path):
+    wild = replace(CONFIG, learning_rate=1e20, clip=1e20, warmup=0.1, evaluate_every=1)
+    with pytest.raises(DivergedError) as first:
+        train(MODEL, TASK, wild, tmp_path / "run", progress=False)
+    found = open_run(tmp_path / "run")
+    assert found.note == str(first.value) and not found.success and len(found.curves) == len(first.value.rows) > 0
+    with pytest.raises(DivergedError) as again:
+        train(MODEL, TASK, wild, tmp_path / "run", resume=True, progress=False)
+    assert str(again.value) == str(first.value)
 
 
 def test_a_run_is_opened_again_with_its_task_and_what_was_kept(tmp_path):
