@@ -113,25 +113,10 @@ def _given(changes: Any, kind: type) -> dict[str, Any]:
             for name, value in given.items()}  # fmt: skip
 
 
-def device_named(name: str) -> str:
-    """auto, cpu, cuda, cuda:1 or mps as a device that is here. ValueError names those that are."""
-    import torch
-
-    here = [
-        "cpu",
-        *(["cuda"] if torch.cuda.is_available() else []),
-        *(["mps"] if torch.backends.mps.is_available() else []),
-    ]
-    if name == "auto":
-        return here[-1]
-    if name.split(":")[0] not in here:
-        raise ValueError(f"device {name!r} cannot be used; allowed: 'auto', {', '.join(map(repr, here))}")
-    return name
-
-
 def _run(task: Any, command: Any) -> None:
     import torch
 
+    from interp.device import device_named
     from interp.model.config import ModelConfig
     from interp.report import runs
     from interp.tasks.train_config import TrainConfig

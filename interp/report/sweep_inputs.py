@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from interp.bridges import SMOLLM2_PREFIX, smollm2
+from interp.device import device_named
 from interp.model.checkpoint import CheckpointError, load, read_document
 from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
@@ -74,17 +75,11 @@ def open_model(name: str, device: str = "cpu") -> Opened:
         found = _saved(name)
     if found.task is not None and found.tokenizer is None:
         found = dataclasses.replace(found, tokenizer=getattr(found.task, "vocabulary", None))
-    return dataclasses.replace(found, model=found.model.to(_device(device)))
-
-
-def _device(name: str) -> torch.device:
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        gpu = "'cuda'" if torch.cuda.is_available() else "no GPU is here"
-        raise SweepInputsError(f"device {name!r} cannot be used; allowed: 'cpu', {gpu}") from None
-    return device
+        there = device_named(device)
+    except ValueError as error:
+        raise SweepInputsError(str(error)) from None
+    return dataclasses.replace(found, model=found.model.to(there))
 
 
 def _saved(name: str) -> Opened:

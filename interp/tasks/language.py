@@ -25,7 +25,7 @@ from torch import Tensor
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
 from interp.record import cache_folder, write_atomic
-from interp.tasks.task import Batch, Goal, Pairs, TaskError, distinct, held_out, stream
+from interp.tasks.task import Batch, Copies, Goal, Pairs, TaskError, distinct, held_out, stream
 from interp.tasks.train_config import TrainConfig
 from interp.tokens import HuggingFaceTokenizer
 
@@ -86,15 +86,9 @@ class Language:
         """Every token of the files of `train` and of `held_out` [n], file after file, each behind a `<|file|>`."""
         return self._stored[0]
 
-    def _tokens_on(self, device: torch.device) -> Mapping[str, Tensor]:
-        """`tokens`, copied to a device once."""
-        if device not in self._copies:
-            self._copies[device] = {split: tokens.to(device) for split, tokens in self.tokens.items()}
-        return self._copies[device]
-
     @cached_property
-    def _copies(self) -> dict[torch.device, Mapping[str, Tensor]]:
-        return {}
+    def _copies(self) -> Mapping[str, Copies[Tensor]]:
+        return {split: Copies(tokens) for split, tokens in self.tokens.items()}
 
     @property
     def vocabulary(self) -> BytePairs:
@@ -108,7 +102,7 @@ class Language:
     def windows(self, split: Literal["train", "held_out"], starts: Tensor) -> Batch:
         """The windows of a split that begin at `starts` [batch]: tokens [batch context], the next token at each asked for."""
         place = torch.arange(self.context + 1, device=starts.device)
-        rows = self._tokens_on(starts.device)[split][starts[:, None] + place].long()
+        rows = self._copies[split].on(starts.device)[starts[:, None] + place].long()
         positions = place[:-1].expand(len(starts), -1)
         return Batch(Inputs(rows[:, :-1]), positions, rows[:, 1:])
 

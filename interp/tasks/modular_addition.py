@@ -17,7 +17,7 @@ from torch import Tensor
 
 from interp.model.config import ModelConfig
 from interp.model.inputs import Inputs
-from interp.tasks.task import Batch, Goal, Pairs, TaskError, held_out
+from interp.tasks.task import Batch, Copies, Goal, Pairs, TaskError, held_out
 from interp.tasks.train_config import TrainConfig
 from interp.tokens import Vocabulary
 
@@ -88,15 +88,12 @@ class ModularAddition:
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """Every training pair, whatever step, size and seed say: full-batch training, as in the paper."""
-        device = torch.get_default_device()
-        if device not in self._copies:
-            with torch.device("cpu"):  # where the splits are drawn, whoever asks first
-                self._copies[device] = self._evaluation["train"].to(device)
-        return self._copies[device]
+        return self._train.on(torch.get_default_device())
 
     @cached_property
-    def _copies(self) -> dict[torch.device, Batch]:
-        return {}
+    def _train(self) -> Copies[Batch]:
+        with torch.device("cpu"):  # where the splits are drawn, whoever asks first
+            return Copies(self._evaluation["train"])
 
     def pairs(self, n: int = 64, seed: int = 0) -> Pairs:
         """`n` different held-out pairs; the corrupted prompt has another b, so another answer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import pandas as pd
 import torch
@@ -39,6 +39,22 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
         return Batch(self.inputs.to(device), self.positions.to(device), self.targets.to(device))
+
+
+Held = TypeVar("Held", Tensor, Batch)
+
+
+class Copies(Generic[Held]):
+    """A tensor or a batch, copied to each device once."""
+
+    def __init__(self, value: Held) -> None:
+        self._value, self._copies = value, dict[torch.device, Held]()
+
+    def on(self, device: torch.device) -> Held:
+        """The copy on a device."""
+        if device not in self._copies:
+            self._copies[device] = self._value.to(device)
+        return self._copies[device]
 
 
 @dataclass(frozen=True, eq=False)

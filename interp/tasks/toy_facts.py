@@ -21,7 +21,7 @@ from torch import Tensor
 
 from interp.model.config import ModelConfig
 from interp.tasks.facts import FactSet, Prompts
-from interp.tasks.task import Batch, Goal, TaskError, stream
+from interp.tasks.task import Batch, Copies, Goal, TaskError, stream
 from interp.tasks.train_config import TrainConfig
 from interp.tokens import Vocabulary
 
@@ -262,21 +262,16 @@ class ToyFacts:
         An epoch is as many whole batches as there are prompts for, in an order drawn from (seed, epoch); no prompt is seen
         twice in it, and those that fill no batch wait for another epoch.
         """
-        train = self._placed(torch.get_default_device())
+        train = self._train.on(torch.get_default_device())
         epoch, place = divmod(step, max(1, len(train) // size))
         order = torch.randperm(len(train), generator=stream(seed, epoch))
         rows = order[place * size : (place + 1) * size]
         return Batch(train.inputs.select(rows), train.positions[rows], train.targets[rows])
 
-    def _placed(self, device: torch.device) -> Batch:
-        """Every training prompt on a device, copied there once."""
-        if device not in self._copies:
-            self._copies[device] = as_batch(self.splits["train"]).to(device)
-        return self._copies[device]
-
     @cached_property
-    def _copies(self) -> dict[torch.device, Batch]:
-        return {}
+    def _train(self) -> Copies[Batch]:
+        """Every training prompt."""
+        return Copies(as_batch(self.splits["train"]))
 
 
 def as_batch(prompts: Prompts, rows: Tensor | None = None) -> Batch:

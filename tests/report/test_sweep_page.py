@@ -180,7 +180,7 @@ def test_a_peak_is_chosen_on_half_the_prompts_and_estimated_on_the_others():
         ({"budget": 1e-6}, "budget=1,000 bytes is less"),
         ({"by": ("layer", "nonsense")}, "nonsense.*allowed: different ones of layer"),
         ({"window": 3}, "needs 'window' in by="),
-        ({"device": "abacus"}, "device 'abacus' cannot be used; allowed: 'cpu'"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used; allowed: 'auto', 'cpu'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_swept_is_refused_before_anything_is_written(tmp_path, options, message):
