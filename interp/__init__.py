@@ -6,9 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from interp.activations import Activations, open_activations
-from interp.analyses.attention_mass import attention_mass
-from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
-from interp.analyses.logit_lens import logit_lens
+from interp.analyses import (
+    DAS,
+    TunedLens,
+    attention_mass,
+    attribution_patch,
+    composition_scores,
+    decompose,
+    direct_logit_attribution,
+    ffn_keys,
+    ffn_triggers,
+    ffn_values,
+    head_scores,
+    interchange,
+    logit_lens,
+)
+from interp.circuits import acdc, edge_attribution, edge_patch
 from interp.corpus import record_corpus
 from interp.generate import Generated, generate
 from interp.hookable import Hookable
@@ -58,6 +71,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "DAS",
     "SITES",
     "Activations",
     "Add",
@@ -81,11 +95,19 @@ __all__ = [
     "SweepResult",
     "TrainConfig",
     "Transformer",
+    "TunedLens",
     "Vocabulary",
     "Zero",
     "ablation_sweep",
+    "acdc",
     "attention_mass",
+    "attribution_patch",
     "center",
+    "composition_scores",
+    "decompose",
+    "direct_logit_attribution",
+    "edge_attribution",
+    "edge_patch",
     "ffn_keys",
     "ffn_triggers",
     "ffn_values",
@@ -93,6 +115,8 @@ __all__ = [
     "from_huggingface",
     "from_transformer_lens",
     "generate",
+    "head_scores",
+    "interchange",
     "kl_divergence",
     "knock_out_sweep",
     "load",

@@ -56,6 +56,13 @@ def test_the_page_on_sweeps_runs(capsys):
     assert "32 cells" in printed and "z → receiver" in printed
 
 
+def test_the_page_on_circuits_runs(capsys):
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "circuits.md").read_text(), re.DOTALL)
+    exec(compile(program.replace("range(48)", "range(24)").replace("steps=10", "steps=2"), "circuits.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "of 110 edges" in printed and "CPR" in printed
+
+
 def test_the_page_on_training_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, many = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)

@@ -1,15 +1,23 @@
 """Tidy table -> matplotlib figure. Nothing is computed here but means for display; nothing here imports torch."""
 
+from interp.plots.attribution import attribution_bars, attribution_heatmap, composition_heatmap, head_score_heatmaps
 from interp.plots.bars import effect_bars, effect_histogram
 from interp.plots.curves import lens_curves, run_curves, training_curves
 from interp.plots.heatmap import effect_heatmaps, head_heatmap
+from interp.plots.lens import estimate_scatter, lens_comparison
 from interp.plots.parity import parity_map
 
 __all__ = [
+    "attribution_bars",
+    "attribution_heatmap",
+    "composition_heatmap",
     "effect_bars",
     "effect_heatmaps",
     "effect_histogram",
+    "estimate_scatter",
     "head_heatmap",
+    "head_score_heatmaps",
+    "lens_comparison",
     "lens_curves",
     "parity_map",
     "run_curves",

@@ -10,6 +10,7 @@ import torch
 
 from interp.tasks import FactsInContext, TaskError, ToyFacts, replacement_pairs
 from interp.tasks.facts import ROLES, locate
+from interp.tasks.facts_in_context import SHORT
 from interp.tasks.toy_facts import TEMPLATES, VALUES
 
 TASK = FactsInContext()
@@ -35,10 +36,38 @@ def parse(tokens, n_facts=4):
     return statements, found[0]
 
 
+@pytest.mark.parametrize("step", [0, 699, 700, 1100, 1200])
+def test_a_drill_asks_names_for_their_value(step):
+    batch = TASK.batch(step, 50, 1)
+    vocabulary, used, asked = TASK.vocabulary, set(), Counter()
+    for row, tokens in enumerate(batch.inputs.tokens.tolist()):
+        words = [vocabulary.text(token) for token in tokens]
+        facts = [words[4 * i : 4 * i + 4] for i in range(4)]
+        assert len({f[0] for f in facts}) == len({f[1] for f in facts}) == 4 and len({f[2] for f in facts}) == 1
+        used |= {(kind, word) for fact in facts for kind, word in enumerate(fact)}
+        for position, target in zip(batch.positions[row].tolist(), batch.targets[row].tolist(), strict=True):
+            kinds = [(kind, fact[3]) for fact in facts for kind in (0, 1) if fact[kind] == words[position]]
+            if position == len(words) - 1:  # the question in a template
+                [kinds] = [[(2, f[3])] for f in facts if f"{f[0]} {f[1]}" in " ".join(words[16 + SHORT :])]
+            assert vocabulary.text(target) == kinds[0][1]
+            asked[kinds[0][0]] += 1
+    assert asked[2] == 50 and asked[0] + asked[1] == 50 * SHORT and (asked[0] > 0) == (step >= 700)
+    names, relations = (len({word for kind, word in used if kind == k}) for k in (1, 2))
+    assert (names <= 16) == (step < 700) and (relations == 1) == (step < 1000)
+
+
+def test_with_two_people_the_last_name_is_enough():
+    batch = TASK.batch(1202, 50, 1)
+    for tokens in batch.inputs.tokens.tolist():
+        statements, _ = parse(tokens, 4)
+        people, relations = {s for s, _ in statements}, {r for _, r in statements}
+        assert len(people) == len(relations) == 2 and len({name.split()[1] for name in people}) == 2
+
+
 @pytest.mark.parametrize("n_facts", [2, 4, 8])
 def test_the_answer_and_the_roles_are_those_that_a_reader_finds(n_facts):
     task = FactsInContext(n_facts)
-    batch = task.batch(3, 200, 1)
+    batch = task.batch(1201, 200, 1)
     kinds = Counter()
     for row, tokens in enumerate(batch.inputs.tokens.tolist()):
         statements, (subject, relation, template) = parse(tokens, n_facts)
