@@ -26,8 +26,7 @@ OTHERS = (
     "language",
     "language-large",
     "modular-addition-113",
-    "facts-in-context",
-)  # for a GPU, or not learned yet: only when asked for
+)  # for a GPU: only when asked for
 
 
 def first_met(run: Trained) -> tuple[int | None, float | None]:

@@ -6,6 +6,7 @@ from interp.circuits.faithfulness import FRACTIONS, curve_areas, faithfulness, f
 from interp.circuits.files import circuit_document, load_circuit, save_circuit
 from interp.circuits.graph import CircuitError, Graph
 from interp.circuits.patching import edge_patch
+from interp.circuits.scrubbing import causal_scrub, scrubbing_loss
 
 __all__ = [
     "FRACTIONS",
@@ -14,6 +15,7 @@ __all__ = [
     "EdgeScores",
     "Graph",
     "acdc",
+    "causal_scrub",
     "circuit_document",
     "curve_areas",
     "edge_attribution",
@@ -22,4 +24,5 @@ __all__ = [
     "faithfulness_curve",
     "load_circuit",
     "save_circuit",
+    "scrubbing_loss",
 ]

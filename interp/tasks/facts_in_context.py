@@ -219,7 +219,7 @@ class FactsInContext:
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """How it is learned on two CPU cores (measured: see docs/training.md); `changes` override."""
-        defaults: dict[str, Any] = {"steps": 5000, "batch_size": 128, "learning_rate": 1e-3, "stop": "goals"}
+        defaults: dict[str, Any] = {"steps": 8000, "batch_size": 128, "learning_rate": 1e-3, "stop": "goals"}
         return TrainConfig(**{**defaults, **changes})
 
 

@@ -252,6 +252,8 @@ def held(folder: Path) -> Iterator[None]:
             raise TrainingFolderError(
                 f"{folder} is being trained into by another program; wait for it, or choose a new folder"
             ) from None
+        except OSError:  # a file system without such locks, as some network ones
+            pass
         yield
     finally:
         os.close(handle)
