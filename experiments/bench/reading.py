@@ -57,7 +57,7 @@ def methods(model: Any, pairs: Any) -> dict[str, Callable[[], str]]:
     def scrubbed() -> str:
         last = {f"a{model.config.n_layers - 1}.h{i}": "all" for i in range(model.config.n_heads)}
         table = circuits.causal_scrub(model, pairs.clean, metric, {"input": "all", **last}, samples=1)
-        return f"loss {circuits.scrubbing_loss(table):.2f} if embeddings and the last layer's heads alone may depend on the prompt"
+        return f"loss {circuits.scrubbing_loss(table):.2f} if embeddings and the last layer's heads alone depend on the prompt"
 
     def tuned() -> str:
         text = torch.randint(0, model.config.vocab, (64, 32), generator=torch.Generator().manual_seed(0))

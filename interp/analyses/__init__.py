@@ -13,7 +13,9 @@ from interp.analyses.heads import head_scores, repeated_tokens
 from interp.analyses.interchange import Interchange, interchange
 from interp.analyses.logit_attribution import direct_logit_attribution
 from interp.analyses.logit_lens import lens_bias, logit_lens
+from interp.analyses.over_training import over_training
 from interp.analyses.parameters import parameter_table, stream_identity
+from interp.analyses.progress import key_frequencies, logit_measures, progress_measures
 from interp.analyses.tuned_lens import TunedLens
 
 __all__ = [
@@ -34,12 +36,16 @@ __all__ = [
     "ffn_values",
     "head_scores",
     "interchange",
+    "key_frequencies",
     "key_value_agreement",
     "lens_bias",
     "logit_lens",
+    "logit_measures",
     "ov_circuit",
+    "over_training",
     "parameter_table",
     "permuted_keys",
+    "progress_measures",
     "qk_circuit",
     "read_write_overlaps",
     "repeated_tokens",

@@ -6,6 +6,7 @@ from interp.plots.curves import lens_curves, run_curves, training_curves
 from interp.plots.heatmap import effect_heatmaps, head_heatmap
 from interp.plots.lens import estimate_scatter, lens_comparison
 from interp.plots.parity import parity_map
+from interp.plots.progress import fourier_power, progress_curves
 
 __all__ = [
     "attribution_bars",
@@ -15,11 +16,13 @@ __all__ = [
     "effect_heatmaps",
     "effect_histogram",
     "estimate_scatter",
+    "fourier_power",
     "head_heatmap",
     "head_score_heatmaps",
     "lens_comparison",
     "lens_curves",
     "parity_map",
+    "progress_curves",
     "run_curves",
     "training_curves",
 ]
