@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 VERSIONED = ("interp", "torch", "numpy", "pandas", "scipy", "transformers", "transformer-lens", "matplotlib")
 
@@ -42,6 +48,44 @@ def write_atomic(path: str | Path, write: Callable[[Path], Any]) -> Path:
         Path(name).unlink(missing_ok=True)
         raise
     return path
+
+
+def new_folder(folder: str | Path, fill: Callable[[Path], Any]) -> Path:
+    """Call `fill` on a temporary folder beside `folder`, then rename: the folder is whole or absent. It must not be there yet."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        fill(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder
+
+
+def hold(folder: Path) -> Callable[[], None]:
+    """Make the folder and hold it for this process until the returned function is called or the process ends, however it ends.
+
+    Raises BlockingIOError while another process holds it, NotADirectoryError where it is a file or lies below one. Windows and
+    file systems without such locks (some network ones) keep nobody out.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(f"{folder} is a file") from None
+    if fcntl is None:
+        return lambda: None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        pass
+    return lambda: os.close(handle)
 
 
 def write_text(path: str | Path, text: str) -> Path:

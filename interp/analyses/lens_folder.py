@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from interp.analyses.logit_lens import LensError
 from interp.hookable import Hookable
+from interp.record import new_folder
 from interp.sites import Site
 
 FORMAT = "interp-tuned-lens-1"
@@ -32,19 +31,14 @@ def write_lens(folder: str | Path, about: Mapping[str, Any], weights: Mapping[st
     _finite(weights, "this lens")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; a lens is never overwritten, choose a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        (temporary / "lens.json").write_text(json.dumps({"format": FORMAT, **about}, indent=1) + "\n")
-        kept = {name: one.cpu().contiguous() for name, one in weights.items()}
-        save_file(kept, temporary / "weights.safetensors")
-        (temporary / "weights.safetensors").chmod(0o644)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder
+    kept = {name: one.cpu().contiguous() for name, one in weights.items()}
+
+    def fill(new: Path) -> None:
+        (new / "lens.json").write_text(json.dumps({"format": FORMAT, **about}, indent=1) + "\n")
+        save_file(kept, new / "weights.safetensors")
+        (new / "weights.safetensors").chmod(0o644)
+
+    return new_folder(folder, fill)
 
 
 def read_lens(folder: str | Path, model: Hookable) -> tuple[dict[str, Any], dict[str, Tensor]]:

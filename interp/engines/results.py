@@ -112,20 +112,16 @@ def read_tables(folder: Path, units: Sequence[Unit]) -> pd.DataFrame:
 def claim(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; a killed holder lets go of it. Raises EngineError if another one works there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
+        release = record.hold(folder)
+    except NotADirectoryError:
         raise EngineError(f"folder={str(folder)!r} is a file; allowed: a folder of results, or a new path") from None
-    with (folder / ".lock").open("w") as lock:
-        try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EngineError(
-                f"another process is running units in {folder}; wait for it, or choose a new folder"
-            ) from None
-        except (ImportError, OSError):  # Windows, or a network file system without locks: nothing to hold
-            pass
+    except BlockingIOError:
+        raise EngineError(
+            f"another process is running units in {folder}; wait for it, or choose a new folder"
+        ) from None
+    try:
         for left in folder.glob(".*.parquet"):  # a write that was killed
             left.unlink(missing_ok=True)
         yield
+    finally:
+        release()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from interp.model.config import ConfigError, ModelConfig
 from interp.model.transformer import Transformer, require_transformer
+from interp.record import new_folder
 
 FORMAT = "interp-1"
 
@@ -35,24 +34,15 @@ def save(model: Transformer, folder: str | Path, extra: dict[str, Any] | None = 
             raise CheckpointError(f"{name} has NaN or infinite entries; only finite weights are saved")
     if folder.exists():
         raise FileExistsError(f"{folder} exists; checkpoints are never overwritten, choose a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        document = {
-            "format": FORMAT,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "config": model.config.to_dict(),
-        }
-        (temporary / "config.json").write_text(json.dumps({**document, "extra": extra or {}}, indent=1) + "\n")
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, temporary / "weights.safetensors")
-        (temporary / "weights.safetensors").chmod(0o644)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder
+    document = {"format": FORMAT, "dtype": str(model.dtype).removeprefix("torch."), "config": model.config.to_dict()}
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+
+    def fill(new: Path) -> None:
+        (new / "config.json").write_text(json.dumps({**document, "extra": extra or {}}, indent=1) + "\n")
+        save_file(weights, new / "weights.safetensors")
+        (new / "weights.safetensors").chmod(0o644)
+
+    return new_folder(folder, fill)
 
 
 def read_document(folder: str | Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,11 +29,6 @@ from interp.tasks import restore
 from interp.tasks.task import Task, TaskError
 from interp.tasks.train_config import TrainConfig
 from interp.training.judge import goals_met, samples
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 STATE, MODEL, CURVES, STEPS, FAILED = "state.safetensors", "model", "curves.parquet", "steps", "failed.json"
 FROM_THE_SEED = "from the seed"
@@ -238,25 +232,17 @@ def digest(model: Transformer) -> str:
 def held(folder: Path) -> Iterator[None]:
     """A folder that one program at a time writes to; the system lets go of it when the program ends, however it ends."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+        release = record.hold(folder)
+    except NotADirectoryError as error:
         raise TrainingFolderError(f"{folder} is a file, or lies below one; choose a folder") from error
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
+    except BlockingIOError:
+        raise TrainingFolderError(
+            f"{folder} is being trained into by another program; wait for it, or choose a new folder"
+        ) from None
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingFolderError(
-                f"{folder} is being trained into by another program; wait for it, or choose a new folder"
-            ) from None
-        except OSError:  # a file system without such locks, as some network ones
-            pass
         yield
     finally:
-        os.close(handle)
+        release()
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from interp import record
 from interp.engines import run_units
 from interp.model.config import ModelConfig
 from interp.model.transformer import Transformer
@@ -166,14 +167,15 @@ def _unit(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
 
 def _unpack(folder: Path, files: pd.DataFrame) -> None:
     """The folder that these files make, whole or not at all."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    for path, content in zip(files["path"], files["content"], strict=True):
-        (temporary / path).parent.mkdir(parents=True, exist_ok=True)
-        (temporary / path).write_bytes(content)
-    temporary.chmod(0o755)
-    if folder.exists():  # an unfinished run of ours, which this one has overtaken
-        shutil.rmtree(folder)
-    temporary.rename(folder)
+
+    def fill(new: Path) -> None:
+        for path, content in zip(files["path"], files["content"], strict=True):
+            (new / path).parent.mkdir(parents=True, exist_ok=True)
+            (new / path).write_bytes(content)
+        if folder.exists():  # an unfinished run of ours, which this one has overtaken
+            shutil.rmtree(folder)
+
+    record.new_folder(folder, fill)
 
 
 def _stacked(homes: dict[str, RunFolder], place: Path, resume, progress, device, engine, how) -> dict[str, Trained]:
