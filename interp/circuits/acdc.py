@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 from interp.circuits.graph import CircuitError, Graph
 from interp.circuits.patching import Ablation, Study, study
 from interp.metrics import Metric, kl_divergence
-from interp.model.transformer import Transformer
 from interp.run import prepare, run
 
 
@@ -68,11 +67,11 @@ def acdc(
     if not threshold >= 0:
         raise CircuitError(f"threshold={threshold!r} is not allowed; allowed: 0 or more, in the metric's unit")
     began = time.perf_counter()
-    if metric is None and isinstance(model, Transformer):
+    Graph.of(model)  # refuses what it must before the model runs
+    if metric is None:
         clean = prepare(model, clean, tokenizer, prefix)
         metric = kl_divergence(run(model, clean).logits[range(clean.batch), clean.last()])
-    assert metric is not None or not isinstance(model, Transformer)
-    found = study(model, clean, corrupted, metric, "noising", ablation, seed, tokenizer, prefix)  # type: ignore[arg-type]
+    found = study(model, clean, corrupted, metric, "noising", ablation, seed, tokenizer, prefix)
     graph = found.graph
     may_stay = graph.admitted if edges is None else edges & graph.admitted
     cut = (graph.admitted & ~may_stay).to(found.source)

@@ -110,12 +110,12 @@ def edge_attribution(
     began = time.perf_counter()
     found = study(model, clean, corrupted, metric, direction, ablation, seed, tokenizer, prefix)
     admitted = found.graph.admitted.to(found.source.device)
-    ends = found.value(), found.value(admitted)
+    ends = found.unpatched, found.value(admitted)
     if method == "exact":
         scores = _exact(found, found.graph.admitted if edges is None else edges, progress)
     else:
-        scores = {"eap": _eap, "eap-ig": _eap, "dose": _dose}[method](found, 1 if method == "eap" else steps, method)
-        scores = scores * admitted[..., None]
+        shares = [0.0] if method == "eap" else [(step + 0.5) / steps for step in range(steps)]
+        scores = (_dose if method == "dose" else _eap)(found, shares) * admitted[..., None]
     parts = scores if method == "dose" else scores[:, 0]
     wanted, sums = ends[1] - ends[0], parts.flatten(0, -2).sum(0)
     error = (
@@ -127,14 +127,14 @@ def edge_attribution(
                       time.perf_counter() - began)  # fmt: skip
 
 
-def _eap(found: Study, steps: int, method: str) -> Tensor:
-    """Gradient at every receiver · change of every sender [receiver sender example]."""
+def _eap(found: Study, shares: Sequence[float]) -> Tensor:
+    """Gradient at every receiver, averaged over shares of the way between embeddings, · change of every sender
+    [receiver sender example]."""
     change = found.source - found.base.written
     start, end = found.base.senders[0][0], found.source[0]
     total = torch.zeros(())
-    for step in range(steps):
-        share = 0.0 if method == "eap" else (step + 0.5) / steps
-        total = total + receiver_gradients(found, start + share * (end - start)) / steps
+    for share in shares:
+        total = total + receiver_gradients(found, start + share * (end - start)) / len(shares)
     return torch.einsum("rbpd,sbpd->rsb", total, change)
 
 
@@ -147,17 +147,16 @@ def receiver_gradients(found: Study, start: Tensor) -> Tensor:
     return torch.autograd.grad(value, probe)[0]
 
 
-def _dose(found: Study, steps: int, method: str) -> Tensor:
+def _dose(found: Study, shares: Sequence[float]) -> Tensor:
     """The gradient with respect to every edge's dose, averaged along a common dose [receiver sender example]."""
     shape = (*found.graph.admitted.shape, found.inputs.batch, 1)
     total = torch.zeros(())
-    for step in range(steps):
-        share = (step + 0.5) / steps
+    for share in shares:
         mask = (share * found.graph.admitted.to(found.source)).view(*shape[:2], 1, 1).expand(shape).clone()
         mask.requires_grad_()
         with torch.enable_grad():
             value = found.read(found.run(mask)).sum()
-        total = total + torch.autograd.grad(value, mask)[0][..., 0] / steps
+        total = total + torch.autograd.grad(value, mask)[0][..., 0] / len(shares)
     return total
 
 
@@ -165,7 +164,6 @@ def _dose(found: Study, steps: int, method: str) -> Tensor:
 def _exact(found: Study, edges: Tensor, progress: bool) -> Tensor:
     """Every edge alone: nothing changes before its receiver, so each run starts there."""
     scores = torch.full((*edges.shape, found.inputs.batch), float("nan")).to(found.source)
-    base = found.read(found.base)
     asked = (edges & found.graph.admitted).nonzero().tolist()
     stage_of = {
         row: i for i, stage in enumerate(found.stages) for row in range(stage.receivers.start, stage.receivers.stop)
@@ -173,5 +171,5 @@ def _exact(found: Study, edges: Tensor, progress: bool) -> Tensor:
     for r, s in tqdm(asked, disable=not progress, desc="edges"):
         mask = torch.zeros_like(found.graph.admitted).to(found.source)
         mask[r, s] = 1
-        scores[r, s] = found.read(found.run(mask, resume=(stage_of[r], found.base))) - base
+        scores[r, s] = found.read(found.run(mask, resume=(stage_of[r], found.base))) - found.unpatched
     return scores

@@ -45,7 +45,7 @@ def faithfulness(
         raise CircuitError(f"fractions={bad or list(fractions)} is not allowed; allowed: shares of the edges in (0, 1]")
     orders = {"scores" if isinstance(ranked, EdgeScores) else name: scores
               for name, scores in ({"": ranked} if isinstance(ranked, EdgeScores) else ranked).items()}  # fmt: skip
-    everything = found.value(), found.value(admitted.to(found.source))
+    everything = found.clean, found.value(admitted.to(found.source))
     generator, frames = torch.Generator().manual_seed(seed), []
     draws = [torch.rand(admitted.shape, generator=generator).masked_fill(~admitted, -1.0) for _ in range(random)]
     for fraction in sorted(set(fractions)):

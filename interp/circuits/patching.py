@@ -59,6 +59,11 @@ class Study:
         return self.read(self.run(mask, **more))
 
     @property
+    def unpatched(self) -> Tensor:
+        """The metric of the base run [batch]."""
+        return self.clean if self.direction == "noising" else self.corrupted
+
+    @property
     def metric_name(self) -> str:
         """For tables and axes."""
         return str(getattr(self.metric, "name", getattr(self.metric, "__name__", "metric")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -139,21 +140,19 @@ def recovery(
 
     thresholds: those of ACDC (its damage is the fall of the metric); an edge's score is at how many of them it stays.
     Columns: program, null, seed, method, ablation, auc, edges, of_program. "eap-ig" is defined between two prompts only."""
+    asked = [(method, one) for method in methods for one in (("corrupted",) if method == "eap-ig" else ablations)]
     rows = []
-    for program in programs:
-        for null in (False, True):
-            for seed in seeds:
-                found = planted(program, seed, null=null)
-                graph = Graph.of(found.model)
-                for method in methods:
-                    for ablation in ("corrupted",) if method == "eap-ig" else ablations:
-                        scores, true = _scores(found, method, ablation, thresholds), found.edges(ablation)
-                        large = scores >= (len(thresholds) if method == "acdc" else LARGE)
-                        rows.append({
-                            "program": program, "null": null, "seed": seed, "method": method, "ablation": ablation,
-                            "auc": auc(scores, true, graph.admitted), "edges": len(graph.edges), "of_program": int(true.sum()),
-                            "found": int((large & true).sum()), "false": int((large & graph.admitted & ~true).sum()),
-                        })  # fmt: skip
+    for program, null, seed in product(programs, (False, True), tuple(seeds)):
+        found = planted(program, seed, null=null)
+        graph = Graph.of(found.model)
+        for method, ablation in asked:
+            scores, true = _scores(found, method, ablation, thresholds), found.edges(ablation)
+            large = scores >= (len(thresholds) if method == "acdc" else LARGE)
+            rows.append({
+                "program": program, "null": null, "seed": seed, "method": method, "ablation": ablation,
+                "auc": auc(scores, true, graph.admitted), "edges": len(graph.edges), "of_program": int(true.sum()),
+                "found": int((large & true).sum()), "false": int((large & graph.admitted & ~true).sum()),
+            })  # fmt: skip
     return pd.DataFrame(rows)
 
 
