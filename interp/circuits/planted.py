@@ -140,7 +140,9 @@ def recovery(
 
     thresholds: those of ACDC (its damage is the fall of the metric); an edge's score is at how many of them it stays.
     Columns: program, null, seed, method, ablation, auc, edges, of_program. "eap-ig" is defined between two prompts only."""
-    asked = [(method, one) for method in methods for one in (("corrupted",) if method == "eap-ig" else ablations)]
+    asked: list[tuple[Any, Any]] = [
+        (method, one) for method in methods for one in (("corrupted",) if method == "eap-ig" else ablations)
+    ]
     rows = []
     for program, null, seed in product(programs, (False, True), tuple(seeds)):
         found = planted(program, seed, null=null)
