@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import summary
 import torch
@@ -28,9 +30,13 @@ def config() -> ModelConfig:
 
 
 @pytest.fixture(scope="session")
-def model(config) -> Transformer:
-    """A random float64 model of `config`. Never trained or changed by a test."""
-    return Transformer(config, seed=1).double().eval()
+def model(config) -> Iterator[Transformer]:
+    """A random float64 model of `config`. Never trained or changed by a test: checked at the end."""
+    model = Transformer(config, seed=1).double().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield model
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "a test changed the shared model"
+    assert all(p.grad is None and p.requires_grad for p in model.parameters()), "a test left gradients on the shared model"
 
 
 @pytest.fixture(scope="session")
