@@ -27,7 +27,11 @@ METRIC = logit_difference(torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6]))
 
 def a_model(kind="plain", layers=2, **more):
     config = {"vocab": 11, "n_layers": layers, "n_heads": 4, "d_model": 16, "n_ctx": 8, **KINDS[kind], **more}
-    return Transformer(ModelConfig(**config), seed=3).double()
+    model, drawn = Transformer(ModelConfig(**config), seed=3).double(), torch.Generator().manual_seed(4)
+    for name, value in model.named_parameters():
+        if "bias" in name:  # zero at the start: a bias that is left out would change nothing
+            value.data.normal_(0, 0.3, generator=drawn)
+    return model
 
 
 def two_prompts(seed=0):
