@@ -16,6 +16,7 @@ from interp.model.layout import ordered_sites
 from interp.model.norms import make_norm
 from interp.model.positions import sinusoidal
 from interp.model.tap import Tap, as_tap
+from interp.model.weights import Weights
 from interp.sites import Site, model_sites
 
 ATTENTION_WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
@@ -163,6 +164,11 @@ class Transformer(nn.Module):
             return chosen if self.b_U is None else chosen + self.b_U[entries]
         logits = tap(s.logits, nn.functional.linear(stream, weight, self.b_U))
         return logits if entries is None else logits.gather(-1, entries)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights by group: to count, read, swap and draw again."""
+        return Weights(self)
 
     @property
     def W_E(self) -> Tensor:
