@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from interp.model.weights import GROUPS
+
 _CHOICES = {
     "schedule": ("cosine", "linear", "constant"),
     "decay": ("matrices", "all"),
@@ -31,7 +33,8 @@ class TrainConfig:
     evaluate_every, checkpoint_every: in steps. stop: "goals" ends at the first evaluation that meets all of the task's goals.
     keep: how many log-spaced steps' models to keep, beside that before training. precision: of matrix products; "bfloat16" is
     autocast, weights and optimizer stay as they are. compile: by torch.compile. seed: initial weights and, without data_seed,
-    data order.
+    data order. trainable: weight groups ("ffn", "ov", …: `interp.model.weights.GROUPS`) that are trained while all others stay
+    exactly as they are; None is all.
     """
 
     steps: int = 1000
@@ -52,6 +55,7 @@ class TrainConfig:
     compile: bool = False
     seed: int = 0
     data_seed: int | None = None
+    trainable: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -75,6 +79,10 @@ class TrainConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not allowed; allowed: {', '.join(map(repr, allowed))}"
                 )
+        if self.trainable is not None:
+            names = (self.trainable,) if isinstance(self.trainable, str) else tuple(self.trainable)
+            object.__setattr__(self, "trainable", names)
+            self._need("trainable", bool(names) and set(names) <= set(GROUPS), f"None or some of {', '.join(GROUPS)}")
         self._need("keep", _whole(self.keep) and self.keep >= 0 and self.keep != 1, "0, or 2 or more")
 
     def _need(self, name: str, ok: bool, allowed: str) -> None:

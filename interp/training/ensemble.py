@@ -5,22 +5,21 @@ Small models leave a processor waiting for instructions; K of them in one batche
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from interp.model.attention import Attention, softmax_or_zero
-from interp.model.inputs import Edges, Inputs
+from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
 from interp.tasks.task import NOT_ASKED, Batch
 from interp.tasks.train_config import TrainConfig
-from interp.training.optimizer import decayed
+from interp.training.mapped import for_mapping
+from interp.training.optimizer import decayed, trained_rows
 from interp.training.train import Loss
 
 
@@ -38,6 +37,7 @@ _SHARED = (
     "precision",
     "compile",
     "keep",
+    "trainable",
 )
 
 
@@ -57,14 +57,36 @@ class Ensemble:
         named = [_named(model) for model in models]
         self.parameters = {name: torch.stack([turn(one[name].detach()) for one in named]).requires_grad_()
                            for name, turn in self._turns.items()}  # fmt: skip
-        self.shrinks = [self.parameters[name] for name in sorted(decayed(first, configs[0]))]
         with torch.device("meta"):
-            self.loss = Loss(_for_mapping(Transformer(first.config, seed=None)))
-        # Adam is element by element, so one step serves all members; their own rates and decays are in `step`.
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), betas=configs[0].betas, weight_decay=0.0, fused=True
-        )
+            self.loss = Loss(for_mapping(Transformer(first.config, seed=None)))
         self._losses = torch.compile(self._mapped) if configs[0].compile else self._mapped
+        self._prepare(first)
+
+    def _prepare(self, model: Transformer) -> None:
+        """The optimiser of what the configs train. model: any member, for the names of its weights."""
+        config, rows = self.configs[0], trained_rows(model, self.configs[0])
+        self.trained = [name for name in self.parameters if name in rows]
+        self.shrinks = [self.parameters[name] for name in sorted(decayed(model, config)) if name in rows]
+        # Adam is element by element, so one step serves all members; their own rates and decays are in `step`.
+        leaves = [self.parameters[name] for name in self.trained]
+        self.optimizer = torch.optim.AdamW(leaves, betas=config.betas, weight_decay=0.0, fused=True)
+        named, self._held = _named(model), dict[str, tuple[Tensor, Tensor]]()
+        for name in self.trained:
+            if not bool(rows[name].all()):  # entries that stay, laid out as the leaf is
+                stays = ~_beside(rows[name], named[name]).expand(named[name].shape)
+                stays = self._turns[name](stays).expand(self.parameters[name].shape)
+                self._held[name] = stays, self.parameters[name].detach()[stays].clone()
+
+    def also(self, configs: Sequence[TrainConfig]) -> Ensemble:
+        """The same weights, not copies, with other training configs and an optimiser of its own: so that two losses can train two
+        groups of weights in turn."""
+        if len(configs) != len(self):
+            raise EnsembleError(f"{len(configs)} configs are not allowed; allowed: one for each of {len(self)} members")
+        check_configs(configs)
+        other = copy.copy(self)
+        other.configs = list(configs)
+        other._prepare(self.member(0))
+        return other
 
     def __len__(self) -> int:
         return len(self.configs)
@@ -78,16 +100,20 @@ class Ensemble:
         """One update of every member on its own batch; losses in nats per asked token and gradient norms, both [member]."""
         if len(batches) != len(self):
             raise EnsembleError(f"{len(batches)} batches are not allowed; allowed: one for each of {len(self)} members")
-        data, leaves = stacked(batches), list(self.parameters.values())
+        data, leaves = stacked(batches), [self.parameters[name] for name in self.trained]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.configs[0].precision == "bfloat16"):
             losses = self._losses(self.parameters, data)
         # No member's loss knows another's weights.
         gradients = [gradient.contiguous() for gradient in torch.autograd.grad(losses.sum(), leaves)]
+        for name, (stays, _) in self._held.items():
+            gradients[self.trained.index(name)].masked_fill_(stays, 0.0)
         norms = torch.stack([gradient.view(len(self), -1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         self._clip(gradients, norms)
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient  # laid out as the weights are, which the fused AdamW takes for granted
         self._update(leaves, [config.rate(step) for config in self.configs])
+        for name, (stays, value) in self._held.items():
+            self.parameters[name].data[stays] = value  # weight decay reaches them too
         return losses.detach(), norms
 
     def _clip(self, gradients: Sequence[Tensor], norms: Tensor) -> None:
@@ -142,7 +168,7 @@ class Ensemble:
 
     def gradients(self, k: int) -> dict[str, Tensor]:
         """This member's gradients of the last step by name (clipped); empty before the first."""
-        grads = {name: value.grad for name, value in self.parameters.items()}
+        grads = {name: self.parameters[name].grad for name in self.trained}
         return {name: self._turns[name](grad[k]) for name, grad in grads.items() if grad is not None}
 
     def alone(self, k: int) -> Transformer:
@@ -168,8 +194,9 @@ class Ensemble:
     def state(self) -> dict[str, Tensor]:
         """Weights and the optimiser's moments [member …] by name, and the count of its steps."""
         state = {f"model.{name}": value.detach() for name, value in self.parameters.items()}
-        for name, value in self.parameters.items():
-            state |= {f"optimizer.{name}.{moment}": kept for moment, kept in self.optimizer.state[value].items()}
+        for name in self.trained:
+            moments = self.optimizer.state[self.parameters[name]]
+            state |= {f"optimizer.{name}.{moment}": kept for moment, kept in moments.items()}
         return state
 
     @torch.no_grad()
@@ -214,72 +241,6 @@ def stacked(batches: Sequence[Batch]) -> dict[str, Tensor]:
         raise EnsembleError(f"the members' batches have different shapes: {shapes[0]} and {other}; allowed: a task whose batches "
                             "have one shape, or how='sequence'")  # fmt: skip
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-
-
-class _Linear(nn.Linear):
-    """One matrix product of all tokens: mapped over members it stays one per member, where it would be one per sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
-
-
-def _attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
-    """softmax(q kᵀ · scale) v under the mask. A CPU's fused kernel, which no map can batch, is given all members as one batch."""
-    scale = attention.config.attention_scale
-    assert scale is not None  # the config resolves it
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if q.device.type == "cpu" and not edges.empty_rows and not torch.compiler.is_compiling():
-        return _Fused.apply(q, k, v, edges.mask, edges.causal, scale).transpose(1, 2)  # type: ignore[union-attr]
-    scores, mask = (q * scale) @ k.transpose(-1, -2), edges.mask
-    if edges.causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    pattern = softmax_or_zero(scores) if edges.empty_rows else scores.softmax(-1)
-    return (pattern @ v).transpose(1, 2)
-
-
-class _Fused(torch.autograd.Function):
-    """`scaled_dot_product_attention` with a rule for `vmap`: members join the batch. Only ever called inside a map."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> Any:
-        q, k, v = (x.movedim(dim, 0).flatten(0, 1) for x, dim in zip((q, k, v), in_dims, strict=False))
-        if mask is not None and in_dims[3] is not None:
-            mask = mask.movedim(in_dims[3], 0)
-            if mask.shape[1] == 1 and len(q) != len(mask):  # one mask for a member's whole batch
-                mask = mask.expand(-1, len(q) // len(mask), *mask.shape[2:])
-            mask = mask.flatten(0, 1)
-        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-        return z.unflatten(0, (info.batch_size, -1)), 0
-
-
-def _for_mapping(model: Transformer) -> Transformer:
-    """The same function, written with calls that map well over members."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.__class__ = _Linear
-        elif isinstance(module, Attention):
-            module._fused = partial(_attend, module)  # type: ignore[method-assign]
-            module._project = partial(_project, module)  # type: ignore[method-assign]
-    return model
-
-
-def _project(attention: Attention, x: Tensor, first: int, last: int) -> Tensor:
-    """`Attention._project` as one matrix product."""
-    return Attention._project(attention, x.flatten(0, -2), first, last).unflatten(0, x.shape[:-1])
 
 
 def _check(models: Sequence[Transformer], configs: Sequence[TrainConfig]) -> None:

@@ -8,6 +8,7 @@ model/, curves.parquet, samples.csv, provenance.json    when it has finished
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -104,15 +105,24 @@ class RunFolder:
     """The folder of one run with these settings; path=None: nothing is written."""
 
     def __init__(
-        self, path: str | Path | None, model: ModelConfig, task: Task, config: TrainConfig, dtype: str = "torch.float32",
-        weights: str = FROM_THE_SEED,
-    ) -> None:  # fmt: skip
-        """weights: the `digest` of those that the caller gave, which are a part of what the run is."""
+        self, path: str | Path | None, model: ModelConfig | Transformer, task: Task, config: TrainConfig
+    ) -> None:
+        """model: a config, from which the seed draws the weights, or the weights to start from, whose `digest` is then a part of
+        what the run is."""
         self.path = None if path is None else Path(path)
-        self.model, self.task, self.config = model, task, config
-        document = {**described(model, task, config), "start": {"dtype": dtype, "weights": weights}}
+        self.start = model if isinstance(model, Transformer) else None
+        self.model = model.config if isinstance(model, Transformer) else model
+        self.task, self.config = task, config
+        start = {"dtype": "torch.float32", "weights": FROM_THE_SEED}
+        if self.start is not None and path is not None:
+            start = {"dtype": str(self.start.dtype), "weights": digest(self.start)}
+        document = {**described(self.model, task, config), "start": start}
         self.document: dict[str, Any] = json.loads(json.dumps(document))
         self.identity = hashlib.blake2b(json.dumps(self.document, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def first(self) -> Transformer:
+        """A new model with the weights before training."""
+        return Transformer(self.model, seed=self.config.seed) if self.start is None else copy.deepcopy(self.start)
 
     def held(self) -> AbstractContextManager[None]:
         """Keeps other programs out for the time of a training. Raises TrainingFolderError while another has it."""
@@ -161,8 +171,7 @@ class RunFolder:
             curves = pd.read_parquet(path / CURVES)
             if diverged:
                 note = str(json.loads((path / FAILED).read_text())["message"])
-                model = Transformer(self.model, seed=self.config.seed).to(device)
-                return Trained(model, curves, False, 0.0, self.task, self.config, path, note)
+                return Trained(self.first().to(device), curves, False, 0.0, self.task, self.config, path, note)
             model = load(path / MODEL, device)
             how = json.loads((path / "provenance.json").read_text()).get("how", "alone")
             if model.config != self.model:

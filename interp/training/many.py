@@ -36,7 +36,7 @@ FEW_NUMBERS = 1 << 17  # numbers of the stream per step and member, up to which 
 
 
 def train_many(
-    model: ModelConfig | None,
+    model: ModelConfig | Transformer | Mapping[str, Transformer] | None,
     task: Task | str,
     configs: Sequence[TrainConfig] | Mapping[str, TrainConfig],
     folder: str | Path | None = None,
@@ -48,7 +48,8 @@ def train_many(
 ) -> dict[str, Trained]:
     """One run per training config, name -> result; each leaves a folder of its own in `folder`, as `train` does.
 
-    model: every run's (None: the task's default). configs: by name, or a list, whose names are seed_0000 … where seeds
+    model: every run's (None: the task's default), or the weights that all start from, or each of them by name ("stacked" and
+    "sequence" only); given models stay as they are. configs: by name, or a list, whose names are seed_0000 … where seeds
     differ, else run_000 …. how: "stacked" (one batched model, `Ensemble`), "sequence" (one after the other), "local" (processes
     with one thread each), "ray" (a cluster); "auto" chooses by size (`chosen`). engine: further arguments of `run_units` for the
     last two (workers, address, resources …). A run that diverges ends alone: its result has `.note` and no success.
@@ -57,27 +58,41 @@ def train_many(
     task, named = as_task(task), names_of(configs)
     if how not in HOWS:
         raise EnsembleError(f"how={how!r} is not allowed; allowed: {', '.join(map(repr, HOWS))}")
-    if model is not None and not isinstance(model, ModelConfig):
-        raise EnsembleError(f"model={type(model).__name__} is not allowed; allowed: a ModelConfig, from which each run draws "
-                            "its own weights, or None")  # fmt: skip
+    starts = _starts(model or task.model_config(), named, how)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise EnsembleError(
             "many runs under torchrun are not allowed; allowed: one run under torchrun, or many without it"
         )
-    model = model or task.model_config()
-    device = torch.device(device)
+    device, first = torch.device(device), next(iter(starts.values()))
+    given, config = isinstance(first, Transformer), first.config if isinstance(first, Transformer) else first
     if how == "auto":
-        how = chosen(model, task, list(named.values()), device)
+        how = chosen(config, task, list(named.values()), device)
+        how = "sequence" if how == "local" and given else how
     if engine and how not in ("local", "ray"):
         raise EnsembleError(f"{', '.join(engine)} are not allowed with how={how!r}; allowed: with 'local' and 'ray'")
-    check_fit(Transformer(model).to(device), task)
+    check_fit(Transformer(config).to(device), task)
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place:
-        homes = {name: RunFolder(Path(place) / name, model, task, config) for name, config in named.items()}
+        homes = {name: RunFolder(Path(place) / name, starts[name], task, config) for name, config in named.items()}
         ways = {"stacked": _stacked, "sequence": _sequence, "local": _units, "ray": _units}
         with held(Path(place)):
             found = ways[how](homes, Path(place), resume or folder is None, progress, device, engine, how)
     nowhere = {"folder": None} if folder is None else {}
     return {name: dataclasses.replace(found[name], **nowhere) for name in named}
+
+
+def _starts(model: Any, named: Mapping[str, TrainConfig], how: str) -> dict[str, ModelConfig | Transformer]:
+    """Per run a config or the weights to start from. Raises EnsembleError."""
+    starts: dict[str, Any] = dict(model) if isinstance(model, Mapping) else dict.fromkeys(named, model)
+    wrong = [type(one).__name__ for one in starts.values() if not isinstance(one, ModelConfig | Transformer)]
+    if wrong or starts.keys() != named.keys():
+        what = f"model={wrong[0]} is" if wrong else f"models named {sorted(starts)} are"
+        raise EnsembleError(
+            f"{what} not allowed; allowed: a ModelConfig, a Transformer, or name -> Transformer for {list(named)}"
+        )
+    if how in ("local", "ray") and any(isinstance(one, Transformer) for one in starts.values()):
+        raise EnsembleError(f"given weights are not allowed with how={how!r}, whose processes draw their own; allowed: "
+                            "'stacked', 'sequence', 'auto'")  # fmt: skip
+    return starts
 
 
 def chosen(model: ModelConfig, task: Task, configs: Sequence[TrainConfig], device: torch.device) -> How:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from interp.model.transformer import Transformer
 from interp.tasks.task import drawn_on
 from interp.training.ensemble import Ensemble
 from interp.training.folder import RunFolder, Trained, TrainingFolderError, result_of
@@ -32,8 +31,9 @@ class Stack:
         first = next(iter(homes.values()))
         self.task, self.config = first.task, first.config
         self.rows: dict[str, list[dict]] = {name: [] for name in homes}
-        members = [Transformer(home.model, seed=home.config.seed).to(device) for home in homes.values()]
-        self.ensemble = Ensemble(members, [home.config for home in homes.values()])
+        self.ensemble = Ensemble(
+            [home.first().to(device) for home in homes.values()], [home.config for home in homes.values()]
+        )
         if state.exists():
             read_state(state, self._take)
             lacking = [name for name in homes if name not in self.names and name not in ended]

@@ -22,9 +22,9 @@ from interp.run import check_inputs
 from interp.tasks import as_task
 from interp.tasks.task import NOT_ASKED, Batch, Task, drawn_on
 from interp.tasks.train_config import TrainConfig
-from interp.training.folder import STATE, RunFolder, Trained, digest, result_of
+from interp.training.folder import STATE, RunFolder, Trained, result_of
 from interp.training.judge import goals_met, judge, read
-from interp.training.optimizer import make_optimizer
+from interp.training.optimizer import AdamW, make_optimizer
 from interp.training.parallel import Ranks
 from interp.training.state import load_state, read_state, state_of, write_state
 
@@ -56,10 +56,8 @@ def train(
     """
     task = as_task(task)
     config = config or task.train_config()
-    given = isinstance(model, Transformer)
-    start = (str(model.dtype), digest(model)) if given and folder is not None else ()
-    home = RunFolder(folder, model.config if given else model or task.model_config(), task, config, *start)
-    found = train_into(home, model if given else None, resume, progress, device)
+    home = RunFolder(folder, task.model_config() if model is None else model, task, config)
+    found = train_into(home, home.start, resume, progress, device)
     if found.note:
         raise DivergedError(found.note, found.curves.to_dict("records"))  # type: ignore[arg-type]
     return found
@@ -75,10 +73,10 @@ def train_into(
 ) -> Trained:
     """The run of a folder, or what it left when it ended before; one that diverges says so there.
 
-    model: None draws the weights from the seed. Raises as `train` does.
+    model: trained in place; None is a new one with the folder's first weights. Raises as `train` does.
     """
     ranks = Ranks.current(device)
-    model = (model or Transformer(home.model, seed=home.config.seed)).to(ranks.device).train()
+    model = (model or home.first()).to(ranks.device).train()
     check_fit(model, home.task)  # before the folder is this run's
     with home.held() if ranks.first else nullcontext():
         if ranks.agreed(lambda: home.claim(resume)):
@@ -152,7 +150,7 @@ class Loss(nn.Module):
 
 def train_step(
     loss: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW,
     batch: Batch,
     config: TrainConfig,
     step: int,
@@ -168,9 +166,9 @@ def train_step(
         group["lr"] = config.rate(step)
     with torch.autocast(batch.targets.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
         value = loss(batch.inputs, batch.positions, batch.targets, _asked(batch) if asked is None else asked)
-    optimizer.zero_grad(set_to_none=True)
+    loss.zero_grad(set_to_none=True)
     (value * world if world > 1 else value).backward()  # averaged over processes: the sum over the whole batch
-    norm = torch.nn.utils.clip_grad_norm_(loss.parameters(), config.clip)
+    norm = optimizer.clip(config.clip)
     optimizer.step()
     return value.detach(), norm
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interp import Transformer
 from interp.tasks import ToyFacts
 from interp.tasks.task import Goal
 from interp.tasks.train_config import TrainConfig
@@ -166,8 +165,8 @@ def test_what_only_some_ways_can_do_is_refused_by_the_others(tmp_path, monkeypat
     for name in ("../evil", "/evil", "", ".hidden", 3):
         with pytest.raises(EnsembleError, match="run name"):
             train_many(MODEL, TASK, {name: CONFIG}, tmp_path / "c", progress=False)
-    with pytest.raises(EnsembleError, match="model=Transformer is not allowed"):
-        train_many(Transformer(MODEL), TASK, THREE, progress=False)
+    with pytest.raises(EnsembleError, match="model=int is not allowed"):
+        train_many(3, TASK, THREE, progress=False)  # type: ignore[arg-type]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EnsembleError, match="torchrun"):
         train_many(MODEL, TASK, THREE, progress=False)
