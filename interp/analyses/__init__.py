@@ -8,47 +8,84 @@ from interp.analyses.circuits import Factored, ov_circuit, qk_circuit
 from interp.analyses.composition import composition_scores, read_write_overlaps, subspace_overlap
 from interp.analyses.das import DAS
 from interp.analyses.decompose import Decomposition, decompose
-from interp.analyses.ffn_memory import ffn_keys, ffn_subupdates, ffn_triggers, ffn_values
+from interp.analyses.edit_controls import fine_tuned_edit, random_edit, random_key_edit, spread_edit
+from interp.analyses.edit_scores import EditCase, edit_cases, edit_scores, edit_summary
+from interp.analyses.editing import Edit, Rewrite, key_covariance, rank_one_edit
+from interp.analyses.ffn_memory import ffn_keys, ffn_triggers, ffn_values
 from interp.analyses.heads import head_scores, repeated_tokens
 from interp.analyses.interchange import Interchange, interchange
+from interp.analyses.knowledge_neurons import knowledge_neurons, neuron_attribution, neuron_effects, relative_change
 from interp.analyses.logit_attribution import direct_logit_attribution
 from interp.analyses.logit_lens import lens_bias, logit_lens
+from interp.analyses.memory_agreement import confident_values, memory_agreement, memory_pairs, values_promoting
+from interp.analyses.neuron_cards import NeuronCard, cards_page, neuron_card
 from interp.analyses.over_training import over_training
 from interp.analyses.parameters import parameter_table, stream_identity
+from interp.analyses.probes import probe
 from interp.analyses.progress import key_frequencies, logit_measures, progress_measures
+from interp.analyses.subupdates import ffn_subupdates, prediction_events, subupdate_shares
+from interp.analyses.triggers import Triggers, corpus_triggers
 from interp.analyses.tuned_lens import TunedLens
 
 __all__ = [
     "DAS",
     "AttributionResult",
     "Decomposition",
+    "Edit",
+    "EditCase",
     "Factored",
     "Interchange",
+    "NeuronCard",
+    "Rewrite",
+    "Triggers",
     "TunedLens",
     "attention_mass",
     "attribution_patch",
+    "cards_page",
     "composition_scores",
+    "confident_values",
+    "corpus_triggers",
     "decompose",
     "direct_logit_attribution",
+    "edit_cases",
+    "edit_scores",
+    "edit_summary",
     "ffn_keys",
     "ffn_subupdates",
     "ffn_triggers",
     "ffn_values",
+    "fine_tuned_edit",
     "head_scores",
     "interchange",
+    "key_covariance",
     "key_frequencies",
     "key_value_agreement",
+    "knowledge_neurons",
     "lens_bias",
     "logit_lens",
     "logit_measures",
+    "memory_agreement",
+    "memory_pairs",
+    "neuron_attribution",
+    "neuron_card",
+    "neuron_effects",
     "ov_circuit",
     "over_training",
     "parameter_table",
     "permuted_keys",
+    "prediction_events",
+    "probe",
     "progress_measures",
     "qk_circuit",
+    "random_edit",
+    "random_key_edit",
+    "rank_one_edit",
     "read_write_overlaps",
+    "relative_change",
     "repeated_tokens",
+    "spread_edit",
     "stream_identity",
     "subspace_overlap",
+    "subupdate_shares",
+    "values_promoting",
 ]

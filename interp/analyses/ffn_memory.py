@@ -14,28 +14,37 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from interp.at import positions
+from interp.analyses.subupdates import FFNError, vocabulary
+from interp.analyses.subupdates import ffn_subupdates as ffn_subupdates
 from interp.hookable import Hookable, require_weight
 from interp.run import prepare, run
 from interp.sites import Site
 from interp.tokens import labels
 
 
-class NeuronError(ValueError):
+class NeuronError(FFNError):
     """A neuron or layer that the model does not have."""
 
 
 def ffn_values(
-    model: Hookable, layer: int, neurons: Sequence[int] | None = None, k: int = 10, sign: int = 1, tokenizer: Any = None
+    model: Hookable,
+    layer: int,
+    neurons: Sequence[int] | None = None,
+    k: int = 10,
+    sign: int = 1,
+    tokenizer: Any = None,
+    norm: str = "none",
 ) -> pd.DataFrame:
-    """Tokens that each value vector promotes most: top `k` of sign · (v_i W_U), through no norm (Geva 2022).
+    """Tokens that each value vector promotes most: top `k` of sign · (v_i W_U) (Geva 2022).
 
-    Columns: layer, neuron, sign, rank (0 = most promoted), token, text, score (logits per unit of coefficient, before
-    the final norm's scale), norm (length of v_i).
+    norm: "none" = W_U alone, "final" = through the final norm's gain (and centring). Columns: layer, neuron, sign, rank (0 =
+    most promoted), token, text, score (logits per unit of coefficient, before the final norm's scale), norm (length of v_i),
+    through (what stands between value and vocabulary: "none", "gain", "gain, centred").
     """
     values = require_weight(model, "W_out", layer)
-    unembedding = require_weight(model, "W_U")
-    return _project(values, unembedding, layer, _neurons(values.shape[0], neurons), k, sign, tokenizer, "value")
+    reader, through = vocabulary(model, norm)
+    table = _project(values, reader, layer, chosen_neurons(values.shape[0], neurons), k, sign, tokenizer, "value")
+    return table.assign(through=through)
 
 
 def ffn_keys(
@@ -48,17 +57,19 @@ def ffn_keys(
     nothing of what the neuron reads from other parts of the stream; see `ffn_triggers` for that.
     """
     embedding = require_weight(model, "W_E").T
-    parts = {"key": require_weight(model, "W_in", layer)}
-    gate = model.weight("W_gate", layer)
-    if gate is not None:
-        parts = {"gate": gate, "up": parts["key"]}
     return pd.concat(
         [
-            _project(part.T, embedding, layer, _neurons(part.shape[1], neurons), k, 1, tokenizer, name)
-            for name, part in parts.items()
+            _project(part.T, embedding, layer, chosen_neurons(part.shape[1], neurons), k, 1, tokenizer, name)
+            for name, part in read_vectors(model, layer).items()
         ],
         ignore_index=True,
     )
+
+
+def read_vectors(model: Hookable, layer: int) -> dict[str, Tensor]:
+    """What a layer's neurons read, each [d_model neuron]: "key", or "gate" and "up" where the FFN is gated."""
+    up, gate = require_weight(model, "W_in", layer), model.weight("W_gate", layer)
+    return {"key": up} if gate is None else {"gate": gate, "up": up}
 
 
 @torch.no_grad()
@@ -89,8 +100,9 @@ def ffn_triggers(
     """The inputs that set each neuron off most: per example the extreme over its real positions, then the top `k`.
 
     Gated (and any other signed) activations are searched for both signs; ReLU only for +. Only coefficients of the
-    searched sign are listed. Columns: layer, neuron, sign, rank, coefficient, example, position, token (id), text
-    (printed token), context (the tokens up to and including it).
+    searched sign are listed, of equal ones the earlier example first. Columns: layer, neuron, sign, rank, coefficient,
+    example, position, token (id), text (printed token), context (the tokens up to and including it). It holds every
+    activation of the layer in memory; for a corpus, or every layer, `corpus_triggers` gives the same.
     """
     inputs = prepare(model, inputs, tokenizer, prefix)
     site = Site("ffn_act", layer, model.sites[-1].stack)
@@ -100,64 +112,30 @@ def ffn_triggers(
         for begin in range(0, inputs.batch, batch_size)
     ]
     act = torch.cat(parts)
-    chosen = _neurons(act.shape[-1], neurons)
+    chosen = chosen_neurons(act.shape[-1], neurons)
     act = act[..., chosen.to(act.device)]  # [example position neuron]
     real = torch.ones_like(inputs.tokens, dtype=torch.bool) if inputs.mask is None else inputs.mask
-    signs = (1,) if getattr(model.config, "ffn", None) == "relu" else (1, -1)
-    frames = [_extremes(sign, act, real, inputs.tokens, chosen, layer, k, tokenizer) for sign in signs]
+    frames = [_extremes(sign, act, real, inputs.tokens, chosen, layer, k, tokenizer) for sign in signs_of(model)]
     return pd.concat(frames, ignore_index=True).sort_values(
         ["neuron", "sign", "rank"], ascending=[True, False, True], ignore_index=True
     )
 
 
-def ffn_subupdates(
-    model: Hookable,
-    inputs: Any,
-    layer: int,
-    targets: Tensor,
-    position: Any = -1,
-    k: int = 10,
-    tokenizer: Any = None,
-    prefix: Sequence[int] | None = None,
-) -> pd.DataFrame:
-    """The `k` dominant sub-updates m_i v_i of each example at `position`: largest |m_i| · ‖v_i‖ (Geva 2022).
-
-    Columns: example, layer, neuron, rank, coefficient m_i, size |m_i|·‖v_i‖, share (of Σ_j |m_j|·‖v_j‖), target (token
-    id), target_logit (m_i v_i · W_U[target], before the final norm's scale), top (token that m_i v_i promotes most),
-    top_text. They are what the FFN writes, not what the fact depends on.
-    """
-    inputs = prepare(model, inputs, tokenizer, prefix)
-    values, unembedding = require_weight(model, "W_out", layer), require_weight(model, "W_U")
-    site = Site("ffn_act", layer, model.sites[-1].stack)
-    index = positions(inputs, position)
-    rows = torch.arange(inputs.batch, device=inputs.tokens.device)
-    with torch.no_grad():
-        act = run(model, inputs, record=site).cache[site][rows, index]  # [example neuron]
-        size = act.abs() * values.norm(dim=-1)
-        best = size.topk(min(k, size.shape[-1]), -1)
-        m = act.gather(-1, best.indices)
-        updates = (m[..., None] * values[best.indices]) @ unembedding  # [example k vocab]
-        wanted = targets.to(updates.device)[:, None, None].expand(-1, m.shape[1], 1)
-        target_logit, top = updates.gather(-1, wanted)[..., 0], updates.argmax(-1)
-    n, width = best.indices.shape
-    return pd.DataFrame({
-        "example": rows.repeat_interleave(width).tolist(), "layer": layer, "neuron": best.indices.flatten().tolist(),
-        "rank": list(range(width)) * n, "coefficient": m.flatten().tolist(), "size": best.values.flatten().tolist(),
-        "share": (best.values / size.sum(-1, keepdim=True)).flatten().tolist(),
-        "target": wanted[..., 0].flatten().tolist(), "target_logit": target_logit.flatten().tolist(),
-        "top": top.flatten().tolist(), "top_text": labels(tokenizer, top.flatten()),
-    })  # fmt: skip
+def signs_of(model: Hookable) -> tuple[int, ...]:
+    """The signs that coefficients can have: + alone for ReLU."""
+    return (1,) if getattr(model.config, "ffn", None) == "relu" else (1, -1)
 
 
 def _extremes(sign: int, act: Tensor, real: Tensor, tokens: Tensor, neurons, layer, k, tokenizer) -> pd.DataFrame:
     signed = (sign * act).masked_fill(~real[..., None], float("-inf"))
     strongest, where = signed.max(1)  # [example neuron]
-    best = strongest.topk(min(k, strongest.shape[0]), 0)
+    order = strongest.sort(dim=0, descending=True, stable=True)  # equal coefficients: the earlier example first
+    values, examples = order.values[:k], order.indices[:k]
     text = [labels(tokenizer, row) for row in tokens.cpu()]
     rows = []
     for column, neuron in enumerate(neurons.tolist()):
-        for rank in range(best.indices.shape[0]):
-            value, example = float(best.values[rank, column]), int(best.indices[rank, column])
+        for rank in range(len(values)):
+            value, example = float(values[rank, column]), int(examples[rank, column])
             if value <= 0:
                 break
             position = int(where[example, column])
@@ -165,18 +143,21 @@ def _extremes(sign: int, act: Tensor, real: Tensor, tokens: Tensor, neurons, lay
             rows.append({
                 "layer": layer, "neuron": neuron, "sign": sign, "rank": rank, "coefficient": sign * value,
                 "example": example, "position": position, "token": int(tokens[example, position]),
-                "text": text[example][position], "context": _join(text[example][start : position + 1]),
+                "text": text[example][position], "context": joined(text[example][start : position + 1]),
             })  # fmt: skip
-    columns = ["layer", "neuron", "sign", "rank", "coefficient", "example", "position", "token", "text", "context"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=TRIGGER_COLUMNS)
 
 
-def _join(words: list[str]) -> str:
+TRIGGER_COLUMNS = ["layer", "neuron", "sign", "rank", "coefficient", "example", "position", "token", "text", "context"]
+
+
+def joined(words: Sequence[str]) -> str:
     """Toy words are separated by spaces; a subword tokenizer's tokens carry their own."""
     return "".join(words) if any(word.startswith((" ", "Ġ")) for word in words[1:]) else " ".join(words)
 
 
-def _neurons(size: int, neurons: Sequence[int] | None) -> Tensor:
+def chosen_neurons(size: int, neurons: Sequence[int] | None) -> Tensor:
+    """Numbers of the neurons asked for, default all `size`. Raises NeuronError."""
     chosen = torch.arange(size) if neurons is None else torch.as_tensor(list(neurons), dtype=torch.long)
     if chosen.numel() == 0 or int(chosen.min()) < 0 or int(chosen.max()) >= size:
         raise NeuronError(f"neurons={neurons!r} is not allowed; allowed: one or more of 0 … {size - 1}")

@@ -5,10 +5,12 @@ from interp.plots.bars import effect_bars, effect_histogram
 from interp.plots.curves import lens_curves, run_curves, training_curves
 from interp.plots.heatmap import effect_heatmaps, head_heatmap
 from interp.plots.lens import estimate_scatter, lens_comparison
+from interp.plots.memory import agreement_curves, probe_curves, subupdate_curves
 from interp.plots.parity import parity_map
 from interp.plots.progress import fourier_power, progress_curves
 
 __all__ = [
+    "agreement_curves",
     "attribution_bars",
     "attribution_heatmap",
     "composition_heatmap",
@@ -22,7 +24,9 @@ __all__ = [
     "lens_comparison",
     "lens_curves",
     "parity_map",
+    "probe_curves",
     "progress_curves",
     "run_curves",
+    "subupdate_curves",
     "training_curves",
 ]
