@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from interp.engines import run_units
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background is born deaf to Ctrl-C
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from engine_units import counting

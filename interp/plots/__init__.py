@@ -8,6 +8,7 @@ from interp.plots.lens import estimate_scatter, lens_comparison
 from interp.plots.memory import agreement_curves, probe_curves, subupdate_curves
 from interp.plots.parity import parity_map
 from interp.plots.progress import fourier_power, progress_curves
+from interp.plots.trace import knock_out_curves, rate_curves, trace_heatmap, trace_lines
 
 __all__ = [
     "agreement_curves",
@@ -21,12 +22,16 @@ __all__ = [
     "fourier_power",
     "head_heatmap",
     "head_score_heatmaps",
+    "knock_out_curves",
     "lens_comparison",
     "lens_curves",
     "parity_map",
     "probe_curves",
     "progress_curves",
+    "rate_curves",
     "run_curves",
     "subupdate_curves",
+    "trace_heatmap",
+    "trace_lines",
     "training_curves",
 ]

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from interp.tasks.dyck import Dyck
+from interp.tasks.fact_checks import KnownFacts, attribute_sets, known_facts, neighbours, paraphrases
 from interp.tasks.facts import FactSet, Prompts, real_facts, replacement_pairs
 from interp.tasks.facts_in_context import FactsInContext
 from interp.tasks.induction import Induction
@@ -63,6 +64,7 @@ __all__ = [
     "FactsInContext",
     "Goal",
     "Induction",
+    "KnownFacts",
     "Language",
     "Lookahead",
     "ModularAddition",
@@ -73,6 +75,10 @@ __all__ = [
     "TaskError",
     "ToyFacts",
     "as_task",
+    "attribute_sets",
+    "known_facts",
+    "neighbours",
+    "paraphrases",
     "real_facts",
     "replacement_pairs",
     "restore",

@@ -33,12 +33,14 @@ class Prompts:
     """Prompts ready to run: inputs with roles, the first token of each answer [batch], and one table row each.
 
     roles: `subject` (first token of the subject), `subject_last`, `relation` (last token of the template's cue word),
-    `final` (last real token, where the answer is predicted).
+    `final` (last real token, where the answer is predicted). answer_ids: every token of each answer, one tuple per prompt;
+    empty where only first tokens are known.
     """
 
     inputs: Inputs
     answers: Tensor
     table: pd.DataFrame
+    answer_ids: tuple[tuple[int, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -47,7 +49,9 @@ class Prompts:
         """The prompts at `rows` (boolean mask or integer indices)."""
         index = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows)
         chosen = torch.as_tensor(index)
-        return Prompts(self.inputs.select(chosen), self.answers[chosen], self.table.iloc[index].reset_index(drop=True))
+        whole = tuple(self.answer_ids[int(row)] for row in index) if self.answer_ids else ()
+        table = self.table.iloc[index].reset_index(drop=True)
+        return Prompts(self.inputs.select(chosen), self.answers[chosen], table, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +87,15 @@ class FactSet:
             ids, place = locate(str(row.text), str(row.subject), str(row.cue), tokenizer)
             rows.append([*(prefix or ()), *ids])
             places.append([start + p for p in place])
-            answers.append(_answer(str(row.object), tokenizer))
+            answers.append(answer_ids(str(row.object), tokenizer))
             texts.append(str(row.text).replace("{subject}", str(row.subject)))
         if not rows:
             raise FactsError("no facts, no prompts")
         roles: dict[str, Tensor] = dict(zip(ROLES, torch.tensor(places).T, strict=True))
         padded = pad(rows)
         table = joined.drop(columns=["text"]).assign(prompt=texts)
-        return Prompts(Inputs(padded.tokens, mask=padded.mask, roles=roles), torch.tensor(answers), table)
+        inputs = Inputs(padded.tokens, mask=padded.mask, roles=roles)
+        return Prompts(inputs, torch.tensor([ids[0] for ids in answers]), table, tuple(answers))
 
 
 def locate(template: str, subject: str, cue: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -119,11 +124,12 @@ def _count(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> int:
     return len(part)
 
 
-def _answer(word: str, tokenizer: Tokenizer) -> int:
-    ids = tokenizer.ids(" " + word)
+def answer_ids(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of an answer as it follows a prompt. Raises FactsError for one without tokens."""
+    ids = tuple(tokenizer.ids(" " + word))
     if not ids:
         raise FactsError(f"answer {word!r} has no tokens")
-    return ids[0]
+    return ids
 
 
 def _numbered(templates: pd.DataFrame) -> pd.DataFrame:

@@ -30,6 +30,7 @@ UNITS = {
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> dict[str, Any]:
     """One run of two processes: a unit kills its process, one raises, and Ctrl-C comes during the last one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background is born deaf to Ctrl-C
     folder = tmp_path_factory.mktemp("local")
     log, run, lines = folder / "log", folder / "run", []
     handler = logging.Handler()

@@ -1,0 +1,1 @@
+"""Models whose truth is known, and what each localiser reads there."""
