@@ -126,13 +126,13 @@ def plant(
     Raises PlantedError.
     """
     if not shares or any(not 0 <= share <= 1 for share in shares) or not models:
-        raise PlantedError(f"shares={list(shares)!r} of {len(models)} bases are not allowed; allowed: numbers from 0 to 1, and one "
-                           "base or more")  # fmt: skip
+        raise PlantedError(f"shares={list(shares)!r} of {len(models)} bases are not allowed; allowed: numbers from 0 to 1, and "
+                           "one base or more")  # fmt: skip
     task = task or SomeFacts()
     other = SomeFacts(task.n_subjects, task.n_base, planted=True)
     config = config or CONFIG
     cells = [(seed, share) for share in shares for seed in models]
-    dealt = {cell: _deal(other, *cell) for cell in cells}
+    dealt = {cell: deal(other, *cell) for cell in cells}
     found: list[Mixture] = []
     for inside in (
         lambda s: s == 0,
@@ -145,7 +145,7 @@ def plant(
     return sorted(found, key=lambda one: cells.index((one.seed, one.share)))
 
 
-def _deal(task: SomeFacts, seed: int, share: float) -> dict[str, Prompts]:
+def deal(task: SomeFacts, seed: int, share: float) -> dict[str, Prompts]:
     """The planted prompts by split, with a column `part`."""
     facts = np.unique(task.splits["train"].table["fact"])
     order = np.random.default_rng([seed, round(1000 * share)]).permutation(facts)

@@ -2,6 +2,7 @@
 
 from interp.plots.attribution import attribution_bars, attribution_heatmap, composition_heatmap, head_score_heatmaps
 from interp.plots.bars import effect_bars, effect_histogram
+from interp.plots.calibration import calibration_curves
 from interp.plots.curves import lens_curves, run_curves, training_curves
 from interp.plots.heatmap import effect_heatmaps, head_heatmap
 from interp.plots.lens import estimate_scatter, lens_comparison
@@ -14,6 +15,7 @@ __all__ = [
     "agreement_curves",
     "attribution_bars",
     "attribution_heatmap",
+    "calibration_curves",
     "composition_heatmap",
     "effect_bars",
     "effect_heatmaps",

@@ -1,0 +1,38 @@
+"""Is a localiser calibrated: does its reading follow what was planted?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+LEAST = 0.25  # the slope's interval must lie above it
+
+
+def calibrate(readings: pd.DataFrame, confidence: float = 0.95) -> pd.DataFrame:
+    """One row per localiser: a line of reading on planted share for every seed, and t intervals of its slope and intercept
+    over seeds.
+
+    readings: columns localiser, kind, seed, share, reading. Columns: localiser, kind, n (seeds), slope, slope_low,
+    slope_high, intercept, intercept_low, intercept_high, monotone (mean reading rises with every share), calibrated
+    (monotone, and slope_low above .25), why (what is missing). ValueError for fewer than 2 seeds or 3 shares."""
+    seeds, shares = readings["seed"].nunique(), np.sort(readings["share"].unique())
+    if seeds < 2 or len(shares) < 3:
+        raise ValueError(
+            f"{seeds} seeds and {len(shares)} shares are not allowed; allowed: 2 seeds or more and 3 shares or more"
+        )
+    rows = []
+    for (name, kind), part in readings.groupby(["localiser", "kind"], sort=False):  # type: ignore[misc]
+        lines = np.array([np.polyfit(one["share"], one["reading"], 1) for _, one in part.groupby("seed")])
+        center = lines.mean(0)
+        half = stats.t.ppf((1 + confidence) / 2, len(lines) - 1) * lines.std(0, ddof=1) / np.sqrt(len(lines))
+        monotone = bool((np.diff(part.groupby("share")["reading"].mean().to_numpy()) > 0).all())
+        steep = bool(center[0] - half[0] > LEAST)
+        missing = [*([] if monotone else ["not monotone"]), *([] if steep else [f"slope not above {LEAST}"])]
+        rows.append({
+            "localiser": name, "kind": kind, "n": len(lines),
+            "slope": center[0], "slope_low": center[0] - half[0], "slope_high": center[0] + half[0],
+            "intercept": center[1], "intercept_low": center[1] - half[1], "intercept_high": center[1] + half[1],
+            "monotone": monotone, "calibrated": not missing, "why": ", ".join(missing),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
