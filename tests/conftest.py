@@ -35,8 +35,12 @@ def model(config) -> Iterator[Transformer]:
     model = Transformer(config, seed=1).double().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     yield model
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "a test changed the shared model"
-    assert all(p.grad is None and p.requires_grad for p in model.parameters()), "a test left gradients on the shared model"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), (
+        "a test changed the shared model"
+    )
+    assert all(p.grad is None and p.requires_grad for p in model.parameters()), (
+        "a test left gradients on the shared model"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -36,3 +36,12 @@ def test_e02_measures_alignment(tmp_path, capsys):
     assert found["mass"].item() == pytest.approx(rows["mass"].mean())
     assert {path.name for path in results.glob("*.png")} == {"copy.png", "reverse.png", "sort.png"}
     assert "unit: seed, n = 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_e08_edits_are_measured_beside_controls(tmp_path, capsys):
+    experiment("e08_editing").main(["--facts", "3", "--tune", "2", "--folder", str(tmp_path)])
+    table = pd.read_csv(tmp_path / "edits.csv").set_index("method")
+    assert len(table) == 9 and table["ES"]["unedited"] < 50 < table["ES"].max()
+    assert len(pd.read_csv(tmp_path / "sites.csv")) == 12
+    assert "Rank-one edits of the toy model" in capsys.readouterr().out

@@ -63,6 +63,14 @@ def test_the_page_on_circuits_runs(capsys):
     assert "of 110 edges" in printed and "CPR" in printed
 
 
+def test_the_page_on_facts_runs(capsys):
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "facts.md").read_text(), re.DOTALL)
+    program = program.replace("range(60)", "range(16)").replace("range(0, 240, 10)", "range(0, 240, 60)")
+    exec(compile(program, "facts.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "rank-one ffn" in printed and "attn_out@final" in printed and "same_relation" in printed
+
+
 def test_the_page_on_training_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, many = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
