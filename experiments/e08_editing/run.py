@@ -148,8 +148,8 @@ Every site, on the {tune} facts that the choice was made on:
 
 {chr(10).join(where)}
 
-S of {readings}. What an edit can change says what can be controlled from there, not where a fact is stored (Hase et al. 2023): the
-same algebra is as open to attention as to an FFN.
+S of {readings}. What an edit can change says what can be controlled from there, not where a fact is stored (Hase et al.
+2023): the same algebra is as open to attention as to an FFN.
 """
 
 
