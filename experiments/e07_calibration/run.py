@@ -103,14 +103,17 @@ def interval(row: dict, name: str) -> str:
 def text(fits: pd.DataFrame, recall: pd.DataFrame) -> str:
     """What came out, number by number."""
     lines = [
-        "| localiser | kind | slope [95%] | intercept [95%] | monotone | calibrated |",
-        "|---|---|---|---|---|---|",
+        "| localiser | kind | slope [95%] | intercept [95%] | slope within .25 to .75 | monotone | calibrated |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in fits.to_dict("records"):
         slope, intercept = (interval(row, name) for name in ("slope", "intercept"))
+        inner = f"{row['inner_slope']:.2f} [{row['inner_low']:.2f}, {row['inner_high']:.2f}]"
         verdict = "yes" if row["calibrated"] else "no: " + row["why"]
         monotone = "yes" if row["monotone"] else "no"
-        lines.append(f"| {row['localiser']} | {row['kind']} | {slope} | {intercept} | {monotone} | {verdict} |")
+        lines.append(
+            f"| {row['localiser']} | {row['kind']} | {slope} | {intercept} | {inner} | {monotone} | {verdict} |"
+        )
     columns = [column for column in recall.columns if column not in ("seed", "share")]
     means = recall.groupby("share")[columns].mean()
     table = ["| planted in FFNs | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -126,6 +129,9 @@ A localiser that is not calibrated does not vote on where facts lie. Storage mea
 carries the answer through the forward pass, and attention carries the subject to the last token even when only FFNs store.
 
 {chr(10).join(lines)}
+
+Read the slope within .25 to .75 beside the other: at 0 and 1 only one group of weights differs from the ancestor, so weight
+interchange is forced to read 0 and 1 there. Between them FFN and OV were trained together and lean on each other.
 
 ![Readings against the planted share](calibration.png)
 

@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 
 from interp.plots.style import COLOURS, need, new_figure
 
+LOW, HIGH = -0.6, 1.6  # a share of two effects that nearly cancel has no bounds
+
 
 def calibration_curves(readings: pd.DataFrame, fits: pd.DataFrame) -> Figure:
     """Storage and mediation side by side: each localiser's reading of every seed (points), its fitted line, and the diagonal
@@ -33,7 +35,14 @@ def calibration_curves(readings: pd.DataFrame, fits: pd.DataFrame) -> Figure:
                 color=colour,
                 label=name,
             )
-        ax.set(title=kind, xlabel="share of facts planted in FFNs", xticks=np.sort(readings["share"].unique()))
+        outside = int(((readings["reading"] < LOW) | (readings["reading"] > HIGH))[readings["kind"] == kind].sum())
+        title = kind if not outside else f"{kind} ({outside} reading(s) outside the frame)"
+        ax.set(
+            title=title,
+            xlabel="share of facts planted in FFNs",
+            xticks=np.sort(readings["share"].unique()),
+            ylim=(LOW, HIGH),
+        )
         ax.legend(fontsize=7, loc="best")
     axes[0].set_ylabel("FFNs' share as read (share of FFN + attention)")
     return figure

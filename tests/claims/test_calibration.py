@@ -27,6 +27,12 @@ def test_slopes_and_intervals_by_hand():
     assert row["slope"] == pytest.approx(np.mean(slopes)) and (row["slope_low"], row["slope_high"]) == pytest.approx(
         (low, high)
     )
+    inner = table[table["share"].between(0.1, 0.9)]
+    slopes = [stats.linregress(part["share"], part["reading"]).slope for _, part in inner.groupby("seed")]
+    assert (
+        row["inner_slope"] == pytest.approx(np.mean(slopes))
+        and row["inner_low"] < row["inner_slope"] < row["inner_high"]
+    )
     assert row["calibrated"] and row["monotone"] and row["n"] == 5 and row["why"] == ""
 
 
