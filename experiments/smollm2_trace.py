@@ -186,7 +186,7 @@ def times(runs: Path) -> pd.DataFrame:
                 "minutes": sum(seconds) / 60,
                 "seconds_per_fact": float(np.mean(seconds)),
             }
-            rows.append({**row, "peak_mib": max(one["peak_mib"] for one in found), "threads": torch.get_num_threads()})
+            rows.append({**row, "peak_mib": max(one["peak_mib"] for one in found)})
     return pd.DataFrame(rows)
 
 
