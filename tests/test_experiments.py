@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -36,6 +37,24 @@ def test_e02_measures_alignment(tmp_path, capsys):
     assert found["mass"].item() == pytest.approx(rows["mass"].mean())
     assert {path.name for path in results.glob("*.png")} == {"copy.png", "reverse.png", "sort.png"}
     assert "unit: seed, n = 2" in capsys.readouterr().out
+
+
+def test_e07_opens_again_what_it_planted(tmp_path):
+    from interp import Transformer
+    from interp.claims.planted import CONFIG, SomeFacts
+    from interp.tasks.toy_facts import as_batch
+    from interp.training.judge import judge
+
+    module, task = experiment("e07_calibration"), SomeFacts(16, 8)
+    models = {1: Transformer(task.model_config(d_model=16, n_heads=2), seed=1)}
+    few = dataclasses.replace(CONFIG, steps=60, batch_size=32, learning_rate=1e-2)
+    for _ in range(2):  # made, then opened
+        [one] = module.mixtures(models, [1.0], tmp_path / "planted", task, few)
+        assert judge(one.model, as_batch(one.train))["accuracy"] == pytest.approx(one.recall["train ffn"])
+        assert one.recall["train ffn"] > 2 * one.recall["base"] and set(one.train.table["part"]) == {"ffn"}
+    readings = module.measure([one], tmp_path / "readings", prompts=12, steps=2)
+    assert len(readings) == 6 and readings["reading"].notna().all()
+    assert readings.equals(module.measure([one], tmp_path / "readings"))  # finished files are not made again
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def key_value_agreement(
     """Per layer and sign: the share of neurons whose value promotes most the answer of the prompt that excites them most.
 
     inputs, answers [batch]: prompts and the token that follows at `position`, where the neurons are read. Gated neurons
-    count once per sign, with sign · v_i (SCIENCE 1.5). Null: values permuted among the layer's neurons, which keeps how
+    count once per sign, with sign · v_i. Null: values permuted among the layer's neurons, which keeps how
     often each token is promoted. Columns: layer, sign, n (neurons that fire with that sign), agreement, null_mean,
     null_high (97.5th percentile), p (one-sided, (1 + #{null >= observed})/(1 + permutations)).
     The unit is the neuron of one trained model: p says nothing about other seeds.

@@ -2,7 +2,7 @@
 
 Neuron i of a plain FFN: key = column i of W1, value = row i of the last matrix, coefficient m_i = act(x·k_i + b).
 A gated neuron has no single key: its coefficient act(x·gate_i)(x·up_i) is signed, so both of its read vectors are
-listed and triggers are found for both signs (SCIENCE 1.5).
+listed and triggers are found for both signs.
 """
 
 from __future__ import annotations

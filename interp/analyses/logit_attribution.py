@@ -1,7 +1,7 @@
 """Direct logit attribution (Elhage 2021, nostalgebraist 2020): what each part of the last stream adds to a logit.
 
 The final norm's scale is held at the value it had in the run, so that the map from the stream to the logits is linear:
-centre each component (LayerNorm), divide by the cached σ, times gain, times the unembedding's column (SCIENCE 1.4).
+centre each component (LayerNorm), divide by the cached σ, times gain, times the unembedding's column.
 """
 
 from __future__ import annotations

@@ -61,6 +61,11 @@ class SomeFacts:
                 for name, prompts in self.whole.splits.items()}  # fmt: skip
 
     @cached_property
+    def others(self) -> SomeFacts:
+        """The task of the people whose facts are planted in a base of this one."""
+        return replace(self, planted=True)
+
+    @cached_property
     def evaluation(self) -> Mapping[str, Batch]:
         """Every prompt of `splits`."""
         return {name: as_batch(prompts) for name, prompts in self.splits.items()}
@@ -129,10 +134,9 @@ def plant(
         raise PlantedError(f"shares={list(shares)!r} of {len(models)} bases are not allowed; allowed: numbers from 0 to 1, and "
                            "one base or more")  # fmt: skip
     task = task or SomeFacts()
-    other = SomeFacts(task.n_subjects, task.n_base, planted=True)
     config = config or CONFIG
     cells = [(seed, share) for share in shares for seed in models]
-    dealt = {cell: deal(other, *cell) for cell in cells}
+    dealt = {cell: deal(task, *cell) for cell in cells}
     found: list[Mixture] = []
     for inside in (
         lambda s: s == 0,
@@ -141,18 +145,19 @@ def plant(
     ):  # those in which the same parts are trained
         some = [cell for cell in cells if inside(cell[1])]
         if some:
-            found += _trained(some, models, dealt, config, other, progress)
+            found += _trained(some, models, dealt, config, task, progress)
     return sorted(found, key=lambda one: cells.index((one.seed, one.share)))
 
 
 def deal(task: SomeFacts, seed: int, share: float) -> dict[str, Prompts]:
-    """The planted prompts by split, with a column `part`."""
-    facts = np.unique(task.splits["train"].table["fact"])
+    """The prompts of the facts that are planted, by split, with a column `part`; task: the base's."""
+    facts = np.unique(task.others.splits["train"].table["fact"])
     order = np.random.default_rng([seed, round(1000 * share)]).permutation(facts)
     inside = set(order[: round(share * len(order))])
     mark = lambda prompts: prompts.table["fact"].map(lambda fact: "ffn" if fact in inside else "attention")  # noqa: E731
     return {
-        name: Prompts(one.inputs, one.answers, one.table.assign(part=mark(one))) for name, one in task.splits.items()
+        name: Prompts(one.inputs, one.answers, one.table.assign(part=mark(one)))
+        for name, one in task.others.splits.items()
     }
 
 
@@ -169,7 +174,7 @@ def _trained(cells, models, dealt, config: TrainConfig, task: SomeFacts, progres
                 drawn(pool, step, config.batch_size, seed) for pool, (seed, _) in zip(pools[part], cells, strict=True)
             ]
             ensemble.step(batches, step)
-    base_facts = SomeFacts(task.n_subjects, task.n_base).evaluation["held_out"]
+    base_facts = task.evaluation["held_out"]
     found = []
     for cell, model in zip(cells, first.unstack(), strict=True):
         recall = {"base": judge(model, base_facts)["accuracy"]}

@@ -1,4 +1,4 @@
-"""The toy task "dyck" (SCIENCE T6): masked brackets of two kinds for an encoder, with the exact answer known.
+"""The toy task "dyck": masked brackets of two kinds for an encoder, with the exact answer known.
 
 Words are drawn uniformly from all balanced words of a length and a largest depth. Not every masked bracket can be
 known (when both partners are masked, a guess is right half the time), so the exact posterior given the visible

@@ -1,4 +1,4 @@
-"""Facts (SCIENCE T3): a set of (subject, relation, object) with templates, toy or real, and where each part stands.
+"""Facts: a set of (subject, relation, object) with templates, toy or real, and where each part stands.
 
 Toy and real facts are the same class, so every analysis of a trained toy model runs unchanged on a real one.
 """

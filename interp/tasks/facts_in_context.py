@@ -1,4 +1,4 @@
-"""The toy task "facts-in-context" (SCIENCE T4): the questions of "facts", answered by the context and not by heart.
+"""The toy task "facts-in-context": the questions of "facts", answered by the context and not by heart.
 
 A prompt states a few facts, each as "first last relation value" with a value drawn anew, and then asks for one of them
 in one of the templates of "facts", with the same words. Recall is the same, storage is none: what an analysis finds here

@@ -1,4 +1,4 @@
-"""The toy task "induction" (SCIENCE T1): BOS r r, where r is a random sequence without repeats and of random length.
+"""The toy task "induction": BOS r r, where r is a random sequence without repeats and of random length.
 
 The second copy can be predicted from the first by looking for the current token there and reading what followed it
 (Olsson 2022): that takes two layers of attention, a previous-token head and an induction head. Because the length of r

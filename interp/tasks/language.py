@@ -1,4 +1,4 @@
-"""The task "language" (SCIENCE T8): a small language model of Python, read from the running interpreter's standard library.
+"""The task "language": a small language model of Python, read from the running interpreter's standard library.
 
 Always present, a few megabytes, and full of what small models learn: names that come again, brackets, idioms. Tokens are
 byte pairs learned from the training files. Whole files are held out, so nothing of what is judged was read.

@@ -1,4 +1,4 @@
-"""The toy task "lookahead" (SCIENCE T7): for every symbol of a prefix, does it come again, and has it come before?
+"""The toy task "lookahead": for every symbol of a prefix, does it come again, and has it come before?
 
 Whether a symbol comes again (look-ahead) can stand at the symbol itself only if attention sees the whole prefix, as a
 prefix decoder's does; whether it has come before (look-back) a causal decoder can tell there too.

@@ -1,4 +1,4 @@
-"""The toy task "modular-addition" (SCIENCE T2): a b "=" -> (a + b) mod p, from a share of all p² pairs.
+"""The toy task "modular-addition": a b "=" -> (a + b) mod p, from a share of all p² pairs.
 
 Small enough that training sees its whole data at every step. A model first knows its pairs by heart and much later, under
 strong weight decay, turns to a few Fourier frequencies that hold for every pair: grokking (Power 2022; Nanda et al. 2023).

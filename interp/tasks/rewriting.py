@@ -1,4 +1,4 @@
-"""The toy tasks "copy", "reverse" and "sort" (SCIENCE T5): an encoder-decoder writes a source again, in another order.
+"""The toy tasks "copy", "reverse" and "sort": an encoder-decoder writes a source again, in another order.
 
 Which source position each output comes from is known, so cross-attention can be checked against the truth (A3).
 """

@@ -1,4 +1,4 @@
-"""The toy task "facts" (SCIENCE T3): made-up people with four relations to learn by heart; the truth is known.
+"""The toy task "facts": made-up people with four relations to learn by heart; the truth is known.
 
 A subject is two name tokens (first of 64, last of 64), so no single token identifies it. Each of 4 relations has 32
 values (5 bits a fact, drawn uniformly). Four templates of six tokens place subject and relation differently, one with

@@ -28,7 +28,7 @@ def mixtures(models):
 
 
 def test_base_and_planted_people_are_disjoint_and_all():
-    other = SomeFacts(16, 8, planted=True)
+    other = TASK.others
     mine, theirs = (set(task.splits["train"].table["subject"]) for task in (TASK, other))
     assert not mine & theirs and len(mine | theirs) == 16 and len(mine) == 8
     assert set(other.splits["held_out"].table["subject"]) == theirs
@@ -39,14 +39,14 @@ def test_base_and_planted_people_are_disjoint_and_all():
 
 
 def test_a_share_of_the_facts_is_dealt_to_each_part():
-    other = SomeFacts(16, 8, planted=True)
     for share in (0.0, 0.25, 1.0):
-        dealt = deal(other, 5, share)
+        dealt = deal(TASK, 5, share)
         facts = dealt["train"].table.drop_duplicates("fact")
+        assert not set(facts["subject"]) & set(TASK.splits["train"].table["subject"])  # nobody the base has learned
         assert (facts["part"] == "ffn").sum() == round(share * 32) and len(facts) == 32
         held = dict(zip(dealt["held_out"].table["fact"], dealt["held_out"].table["part"], strict=True))
         assert all(held[fact] == part for fact, part in zip(facts["fact"], facts["part"], strict=True))
-    parts = [deal(other, seed, 0.5)["train"].table["part"].tolist() for seed in (5, 5, 6)]
+    parts = [deal(TASK, seed, 0.5)["train"].table["part"].tolist() for seed in (5, 5, 6)]
     assert parts[0] == parts[1] != parts[2]
 
 
@@ -71,7 +71,7 @@ def test_each_part_learns_its_own_facts_only(models):
     from interp.training.ensemble import Ensemble
 
     one = plant({1: models[1]}, (0.5,), TASK, replace(FEW, steps=1), progress=False)[0]
-    dealt = deal(SomeFacts(16, 8, planted=True), 1, 0.5)["train"]
+    dealt = deal(TASK, 1, 0.5)["train"]
     start = models[1]
     for part, groups in (("ffn", ("ffn",)), ("attention", ("ov",))):
         config = replace(FEW, steps=1, trainable=groups, seed=1)
