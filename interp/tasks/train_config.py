@@ -13,6 +13,7 @@ _CHOICES = {
     "decay": ("matrices", "all"),
     "stop": ("steps", "goals"),
     "precision": ("float32", "bfloat16"),
+    "optimizer": ("adamw", "sgd"),
 }
 
 
@@ -34,7 +35,7 @@ class TrainConfig:
     keep: how many log-spaced steps' models to keep, beside that before training. precision: of matrix products; "bfloat16" is
     autocast, weights and optimizer stay as they are. compile: by torch.compile. seed: initial weights and, without data_seed,
     data order. trainable: weight groups ("ffn", "ov", …: `interp.model.weights.GROUPS`) that are trained while all others stay
-    exactly as they are; None is all.
+    exactly as they are; None is all. optimizer: "sgd" has momentum betas[0] and the same decoupled decay.
     """
 
     steps: int = 1000
@@ -56,6 +57,7 @@ class TrainConfig:
     seed: int = 0
     data_seed: int | None = None
     trainable: tuple[str, ...] | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))

@@ -31,6 +31,7 @@ _SHARED = (
     "batch_size",
     "steps",
     "betas",
+    "optimizer",
     "decay",
     "evaluate_every",
     "checkpoint_every",
@@ -42,7 +43,7 @@ _SHARED = (
 
 
 class Ensemble:
-    """Models of one config with AdamW each, stepped together. configs: one per member; they may differ in seed, data order,
+    """Models of one config with an optimiser each, stepped together. configs: one per member; they may differ in seed, data order,
     learning rate, schedule, warm-up, weight decay, clipping and when they stop. Raises EnsembleError.
 
     parameters: name -> [member …]. A member's part of each is a view, so `member(k)` changes with the ensemble.
@@ -67,9 +68,11 @@ class Ensemble:
         config, rows = self.configs[0], trained_rows(model, self.configs[0])
         self.trained = [name for name in self.parameters if name in rows]
         self.shrinks = [self.parameters[name] for name in sorted(decayed(model, config)) if name in rows]
-        # Adam is element by element, so one step serves all members; their own rates and decays are in `step`.
+        # Both optimisers go element by element, so one step serves all members; their own rates and decays are in `step`.
         leaves = [self.parameters[name] for name in self.trained]
-        self.optimizer = torch.optim.AdamW(leaves, betas=config.betas, weight_decay=0.0, fused=True)
+        self.optimizer = (torch.optim.SGD(leaves, lr=config.learning_rate, momentum=config.betas[0], fused=True)
+                          if config.optimizer == "sgd"
+                          else torch.optim.AdamW(leaves, betas=config.betas, weight_decay=0.0, fused=True))  # fmt: skip
         named, self._held = _named(model), dict[str, tuple[Tensor, Tensor]]()
         for name in self.trained:
             if not bool(rows[name].all()):  # entries that stay, laid out as the leaf is
@@ -126,7 +129,7 @@ class Ensemble:
 
     @torch.no_grad()
     def _update(self, leaves: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """AdamW with each member's rate η and decay λ: p ← p − ηλp, then p ← p − η·(Adam's step)."""
+        """One update with each member's rate η and decay λ: p ← p − ηλp, then p ← p − η·(the optimiser's step)."""
         decay = self._each(
             [1 - rate * config.weight_decay for rate, config in zip(rates, self.configs, strict=True)], leaves[0]
         )

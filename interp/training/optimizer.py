@@ -1,4 +1,4 @@
-"""AdamW with weight-decay groups (Loshchilov & Hutter 2019), for all weights or for named groups of them."""
+"""AdamW or SGD with weight-decay groups (Loshchilov & Hutter 2019), for all weights or for named groups of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def trained_rows(model: Transformer, config: TrainConfig) -> dict[str, Tensor]:
     return model.weights.select("all" if config.trainable is None else config.trainable)
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW that leaves some rows of its parameters exactly where they are. held: (parameter, bool [rows])."""
+class Holding(torch.optim.Optimizer):
+    """An optimiser that leaves some rows of its parameters exactly where they are. held: (parameter, bool [rows])."""
 
     def __init__(self, groups: list[dict[str, Any]], held: Sequence[tuple[Tensor, Tensor]], **more: Any) -> None:
         super().__init__(groups, **more)
@@ -48,8 +48,29 @@ class AdamW(torch.optim.AdamW):
         return done
 
 
-def make_optimizer(model: Transformer, config: TrainConfig) -> AdamW:
-    """AdamW of the trained weights, whose first group decays; fused where PyTorch has a fused kernel."""
+class AdamW(Holding, torch.optim.AdamW):
+    """AdamW of `Holding`."""
+
+
+class SGD(Holding, torch.optim.SGD):
+    """SGD of `Holding`, with AdamW's decoupled decay: p ← p − ηλp, then p ← p − η·(momentum's step)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update."""
+        shrinks = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, shrinks, strict=True):
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * decay)
+            group["weight_decay"] = 0.0  # torch's own is added to the gradient and so enters the momentum
+        done = super().step(closure)
+        for group, decay in zip(self.param_groups, shrinks, strict=True):
+            group["weight_decay"] = decay
+        return done
+
+
+def make_optimizer(model: Transformer, config: TrainConfig) -> Holding:
+    """The config's optimiser of the trained weights, whose first group decays; fused where PyTorch has a fused kernel."""
     rows, shrinks = trained_rows(model, config), decayed(model, config)
     named = {name: p for name, p in model.named_parameters() if name in rows}
     groups: list[dict[str, Any]] = [
@@ -58,4 +79,6 @@ def make_optimizer(model: Transformer, config: TrainConfig) -> AdamW:
     ]
     held = [(named[name], ~chosen) for name, chosen in rows.items() if not bool(chosen.all())]
     fused = model.device.type in ("cuda", "cpu")
+    if config.optimizer == "sgd":
+        return SGD(groups, held, lr=config.learning_rate, momentum=config.betas[0], fused=fused)
     return AdamW(groups, held, lr=config.learning_rate, betas=config.betas, fused=fused)

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, a schedule, held-out goals, exact resume."""
+"""The training loop: AdamW or SGD, a schedule, held-out goals, exact resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from interp.tasks.task import NOT_ASKED, Batch, Task, drawn_on
 from interp.tasks.train_config import TrainConfig
 from interp.training.folder import STATE, RunFolder, Trained, result_of
 from interp.training.judge import goals_met, judge, read
-from interp.training.optimizer import AdamW, make_optimizer
+from interp.training.optimizer import Holding, make_optimizer
 from interp.training.parallel import Ranks
 from interp.training.state import load_state, read_state, state_of, write_state
 
@@ -150,7 +150,7 @@ class Loss(nn.Module):
 
 def train_step(
     loss: nn.Module,
-    optimizer: AdamW,
+    optimizer: Holding,
     batch: Batch,
     config: TrainConfig,
     step: int,
