@@ -85,6 +85,24 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Claims:
+    """Test the textbook's claims: measure what is missing, print a verdict for each hypothesis, write a page."""
+
+    profile: Literal["quick", "standard", "full"] = "quick"
+    """quick: under 15 minutes on two cores, few seeds. standard: ten seeds, hours. full: needs a GPU or a cluster."""
+    only: tuple[str, ...] = ()
+    """Ids of claims (F2) or hypotheses (F2.special), or names of studies (F2.curve); the rest is decided from what is there."""
+    folder: Path = Path("runs/claims")
+    """Where tables and the page go; finished units there are reused. experiments/results/claims holds the committed ones."""
+    engine: Literal["local", "serial", "ray"] = "local"
+    """Where units run."""
+    workers: int = 0
+    """Units at a time; 0 = one per CPU."""
+    show: bool = False
+    """Measure nothing: decide from what is in the folder."""
+
+
+@dataclass(frozen=True)
 class Runs:
     """Compare training runs: one page with their settings, curves and last scores."""
 
@@ -102,17 +120,31 @@ class Info:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `interp`."""
     words = sys.argv[1:] if arguments is None else arguments
-    hints = {"train": " (--resume goes on)", "sweep": "; the same command goes on"}
+    hints = {
+        "train": " (--resume goes on)",
+        "sweep": "; the same command goes on",
+        "claims": "; the same command goes on",
+    }
     try:
         if words[:1] == ["train"]:  # its options depend on the task
             train.main(words[1:])
             return
         command = tyro.extras.subcommand_cli_from_dict(
-            {"report": Report, "train": Train, "runs": Runs, "sweep": Sweep, "compare": Compare, "info": Info},
+            {
+                "report": Report,
+                "train": Train,
+                "runs": Runs,
+                "sweep": Sweep,
+                "claims": Claims,
+                "compare": Compare,
+                "info": Info,
+            },
             args=words,
             description="interp: open a transformer up.",
         )
-        {Report: _report, Runs: _runs, Sweep: _sweep, Compare: _compare, Info: _info}[type(command)](command)
+        {Report: _report, Runs: _runs, Sweep: _sweep, Claims: _claims, Compare: _compare, Info: _info}[type(command)](
+            command
+        )
     except KeyboardInterrupt:
         sys.exit("interrupted; what had finished is kept" + hints.get(words[0], ""))
     except (ValueError, OSError, RuntimeError, AssertionError, LookupError) as error:
@@ -141,6 +173,15 @@ def _sweep(command: Sweep) -> None:
     print("\n".join(ready.words), flush=True)
     if not command.dry_run:
         print(f"wrote {ready.run()}")
+
+
+def _claims(command: Claims) -> None:
+    from interp.report import claims
+
+    page, found = claims.build(command.profile, command.only, command.folder, command.engine, command.workers or None,
+                               not command.show)  # fmt: skip
+    print("\n".join(claims.lines(found)))
+    print(f"wrote {page}")
 
 
 def _compare(command: Compare) -> None:
