@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from interp.analyses.joint_metric import TraceError
+from interp.stats import t_half_width
 
 CELL = ("layer", "role")
 MAP = ("corruption", "metric", "site", "severed")
@@ -43,8 +43,7 @@ def trace_effects(table: pd.DataFrame, confidence: float = 0.95, by: str = "role
 def mean_interval(groups: Any, confidence: float) -> pd.DataFrame:
     """Mean, t interval (NaN for one value) and n of a grouped column: columns mean, low, high, n."""
     found = groups.agg(["mean", "std", "count"]).rename(columns={"count": "n"})
-    n = found["n"].to_numpy()
-    half = stats.t.ppf(0.5 + confidence / 2, np.maximum(n - 1, 1)) * found["std"] / np.sqrt(n)
+    half = t_half_width(found["std"], found["n"].to_numpy(), confidence)
     found["low"], found["high"] = found["mean"] - half, found["mean"] + half
     return found[["mean", "low", "high", "n"]]
 

@@ -22,8 +22,8 @@ SEEDS = 10
 
 @dataclass(frozen=True)
 class Truth:
-    """Tables of one planted truth. hypothesis: whose rule reads them. effect: what was planted, in words. wrong: outcomes that would
-    be errors. how: "simulated" readings or real "models". make: draw -> tables of `SEEDS` seeds."""
+    """Tables of one planted truth. hypothesis: whose rule reads them. effect: what was planted, in words. wrong: outcomes
+    that would be errors. how: "simulated" readings or real "models". make: draw -> tables of `SEEDS` seeds."""
 
     hypothesis: str
     effect: str
@@ -83,7 +83,8 @@ def most_tables(share: float, draw: int, slope: float = 0.85, intercept: float =
     """A localiser that reads intercept + slope · s on planted mixtures, and models of which `share` lies in the FFNs."""
     rng = _rng(2, draw)
     planted = [{"localiser": "weight interchange", "kind": "storage", "seed": seed, "share": s,
-                "reading": intercept + slope * s + rng.normal(0, 0.03)} for seed in range(6) for s in (0, 0.25, 0.5, 0.75, 1)]  # fmt: skip
+                "reading": intercept + slope * s + rng.normal(0, 0.03)} for seed in range(6)
+               for s in (0, 0.25, 0.5, 0.75, 1)]  # fmt: skip
     curve = [{"optimizer": "adamw", "arm": "0.67", "rho": 2 / 3, "seed": seed,
               "phi": intercept + slope * share + rng.normal(0, 0.02)} for seed in range(SEEDS)]  # fmt: skip
     return {"F2.planted": pd.DataFrame(planted), "F2.curve": pd.DataFrame(curve)}
@@ -101,8 +102,8 @@ def necessary_tables(gap: float, draw: int, spread: float = 0.8) -> Tables:
 
 
 def composition_tables(present: bool, draw: int) -> Tables:
-    """Heads of two layers: one looks at the previous token and all of the next are induction heads; present: their K-composition is
-    the largest, else every pair's is drawn alike."""
+    """Heads of two layers: one looks at the previous token and all of the next are induction heads; present: their
+    K-composition is the largest, else every pair's is drawn alike."""
     rng, rows = _rng(4, draw), []
     for seed in range(SEEDS):
         rows.append({"what": "loss", "layers": 2, "seed": seed, "nats": 0.01})
@@ -144,7 +145,8 @@ def alignment_tables(mass: float, draw: int) -> Tables:
         for seed in range(SEEDS):
             for half in ("choose", "read"):
                 rows += [{"task": task, "seed": seed, "layer": layer, "head": 0, "half": half, "permuted": 0.1, "chance": 0.1,
-                          "mass": float(np.clip((mass if layer else 0.1) + rng.normal(0, 0.02), 0, 1))} for layer in (0, 1)]  # fmt: skip
+                          "mass": float(np.clip((mass if layer else 0.1) + rng.normal(0, 0.02), 0, 1))}
+                         for layer in (0, 1)]  # fmt: skip
     return {"A3": pd.DataFrame(rows)}
 
 
@@ -157,7 +159,7 @@ def untrained_overlaps(draw: int) -> Tables:
     from interp.tasks.toy_facts import ToyFacts
 
     configs = {
-        "R3": as_task("induction").model_config(n_heads=4, positions="rotary"),
+        "R3": as_task("induction").model_config(n_heads=4, positions="rotary"),  # type: ignore[call-overload]
         "facts.reading": ToyFacts(512).model_config(),
     }  # type: ignore[attr-defined]
     tables: dict[str, pd.DataFrame] = {}
@@ -193,7 +195,8 @@ TRUTHS: tuple[Truth, ...] = (
     Truth("F2.most", "half in FFNs", ("supported", "refuted"), "simulated", lambda draw: most_tables(0.5, draw)),
     Truth("F2.most", "2/3 in FFNs", ("refuted",), "simulated", lambda draw: most_tables(2 / 3, draw)),
     Truth("F2.most", "1/3 in FFNs", ("supported",), "simulated", lambda draw: most_tables(1 / 3, draw)),
-    Truth("F2.necessary", "a gap of exactly 3 points", ("supported", "refuted"), "simulated", lambda draw: necessary_tables(3, draw)),
+    Truth("F2.necessary", "a gap of exactly 3 "
+                          "points", ("supported", "refuted"), "simulated", lambda draw: necessary_tables(3, draw)),
     Truth("F2.necessary", "no gap", ("supported",), "simulated", lambda draw: necessary_tables(0, draw)),
     Truth("F2.necessary", "a gap of 6 points", ("refuted",), "simulated", lambda draw: necessary_tables(6, draw)),
     Truth("R3.composition", "no pair composes more", ("supported",), "simulated", lambda draw: composition_tables(False, draw)),
@@ -208,8 +211,8 @@ TRUTHS: tuple[Truth, ...] = (
     Truth("A3.mass", "mass of .95", ("refuted",), "simulated", lambda draw: alignment_tables(0.95, draw)),
     Truth("A3.mass", "mass of exactly .8", ("supported", "refuted"), "simulated", lambda draw: alignment_tables(0.8, draw)),
 )  # fmt: skip
-"""Nulls (the rule must not say supported), effects (it must not say refuted), and boundaries (it should say neither; each side errs
-in at most 2.5% of draws, so 5% in all)."""
+"""Nulls (the rule must not say supported), effects (it must not say refuted), and boundaries (it should say neither; each
+side errs in at most 2.5% of draws, so 5% in all)."""
 
 
 def chosen(names: Iterable[str]) -> tuple[Truth, ...]:

@@ -26,7 +26,7 @@ from interp.claims.claim import (
 from interp.claims.registry import CLAIMS, STUDIES
 from interp.engines import run_units
 from interp.record import provenance, write_json
-from interp.stats import holm
+from interp.stats import StatsError, holm
 
 REGISTERED = "registered.json"
 Say = Callable[[str], Any]
@@ -111,8 +111,11 @@ def _register(place: Path, study: Study) -> None:
     here = provenance()
     changed = [line for line in here["uncommitted"] if line[3:].strip('"').startswith("interp/")]
     rules = {one.id: rule_hash(one, STUDIES) for one in hypotheses() if study.name in one.studies}
-    write_json(place / REGISTERED, {"study": study.name, "rules": rules, "commit": here["commit"], "uncommitted": changed,
-                                    "started": here["finished"], "versions": here["versions"], "machine": here["machine"]})  # fmt: skip
+    about = {"started": here["finished"], "versions": here["versions"], "machine": here["machine"]}
+    write_json(
+        place / REGISTERED,
+        {"study": study.name, "rules": rules, "commit": here["commit"], "uncommitted": changed, **about},
+    )
 
 
 def hypotheses() -> list[Hypothesis]:
@@ -128,14 +131,22 @@ def decide(
     """Verdicts from tables alone: every rule, then Holm over all primaries (one that was not run counts with p = 1)."""
     readings: dict[str, Reading | None] = {}
     for one in hypotheses():
-        readings[one.id] = one.rule(tables) if set(one.studies) <= set(tables) else None
+        readings[one.id] = _read(one, tables) if set(one.studies) <= set(tables) else None
     ps = {one.id: _p(readings[one.id]) for one in hypotheses() if one.primary}
     corrected = holm(ps)
     verdicts = {
         one.id: _verdict(one, readings[one.id], corrected.get(one.id), registered or {}) for one in hypotheses()
     }
-    claims = {claim.id: overall(claim, verdicts) for claim in CLAIMS if claim.overall}
+    claims: dict[str, Outcome] = {claim.id: overall(claim, verdicts) for claim in CLAIMS if claim.overall}
     return Findings(profile, verdicts, claims, tables)
+
+
+def _read(one: Hypothesis, tables: Mapping[str, pd.DataFrame]) -> Reading:
+    """The rule's reading; undecided, with the reason, where its statistic is not defined (too few seeds, a run that diverged)."""
+    try:
+        return one.rule(tables)
+    except StatsError as error:
+        return Reading("undecided", math.nan, math.nan, math.nan, 0, None, f"cannot be read: {error}")
 
 
 def _p(reading: Reading | None) -> float | None:

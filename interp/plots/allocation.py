@@ -15,7 +15,8 @@ NAMES = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
 def allocation_curve(table: pd.DataFrame, title: str = "") -> Figure:
     """The FFNs' share of a change of facts against their share of parameters, a dot per seed, means joined, one panel.
 
-    table: columns rho, phi, seed, optimizer (`allocation` of the claims). The dashed diagonal is storage in proportion to size."""
+    table: columns rho, phi, seed, optimizer (`allocation` of the claims). The dashed diagonal is storage in proportion to
+    size."""
     need(table, ["rho", "phi", "seed", "optimizer"])
     figure, (ax,) = new_figure(1, 5.2, 4.4)
     ax.plot([0, 1], [0, 1], "--", color="#777", lw=1, label="in proportion to size")

@@ -40,7 +40,7 @@ def gradient_slopes(table: pd.DataFrame) -> Figure:
     need(table, ["seed", "setting", "arm", "depth", "quantity", "value"])
     rows = table[table["quantity"] == "gradient"]
     settings = list(dict.fromkeys(rows["setting"]))
-    figure, axes = new_figure(len(settings), 3.6, 3.2)
+    figure, axes = new_figure(len(settings), 3.6, 3.2, sharey=True)
     for ax, setting in zip(axes, settings, strict=True):
         for colour, arm, slope in ((COLOURS[1], "post", 0.0), (COLOURS[0], "pre", -0.5)):
             mine = rows[(rows["setting"] == setting) & (rows["arm"] == arm)]
@@ -52,7 +52,7 @@ def gradient_slopes(table: pd.DataFrame) -> Figure:
             ax.plot(depths, guide, ":", color=colour, label=f"slope {slope:g}", linewidth=1)
         ax.set(xscale="log", yscale="log", title=setting, xlabel="number of layers")
         ax.set_xticks(np.unique(rows["depth"]), [str(depth) for depth in np.unique(rows["depth"])])
-        ax.minorticks_off()
+        ax.xaxis.minorticks_off()
     axes[0].set_ylabel("gradient norm of the last FFN's W_out\n(nats per unit of weight)")
     axes[0].legend(fontsize=7)
     return figure
@@ -71,7 +71,9 @@ def reached_grid(table: pd.DataFrame) -> Figure:
         grid = part.pivot_table(index="depth", columns="learning_rate", values="reached", aggfunc="mean")
         image = ax.imshow(grid.to_numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
         for (i, j), value in np.ndenumerate(grid.to_numpy()):
-            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.6 else "#1c2330")
+            ax.text(
+                j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.6 else "#1c2330"
+            )
         ax.set_xticks(range(grid.shape[1]), [f"{rate:g}" for rate in grid.columns])
         ax.set_yticks(range(grid.shape[0]), [str(depth) for depth in grid.index])
         ax.set(title=arm, xlabel="learning rate")

@@ -10,7 +10,8 @@ from interp.plots.style import COLOURS, need, new_figure
 
 
 def variance_curves(table: pd.DataFrame, title: str = "") -> Figure:
-    """Share of the stream's variance that the current and the next token explain, by depth: thin lines are seeds, thick their mean.
+    """Share of the stream's variance that the current and the next token explain, by depth: thin lines are seeds, thick their
+    mean.
 
     table: columns site, place, state, seed, current, next (held-out R²); one panel per state."""
     need(table, ["site", "place", "state", "seed", "current", "next"])
@@ -63,7 +64,7 @@ def alignment_bars(layers: pd.DataFrame, title: str = "") -> Figure:
     figure, (ax,) = new_figure(1, 5.6, 3.4)
     groups = list(layers.groupby(["task", "layer"], sort=False))
     for i, ((_, layer), rows) in enumerate(groups):
-        colour = COLOURS[int(layer) % len(COLOURS)]
+        colour = COLOURS[int(layer) % len(COLOURS)]  # type: ignore[arg-type]
         ax.bar(i, rows["mass"].mean(), color=colour, alpha=0.55, width=0.7)
         ax.scatter(np.full(len(rows), i), rows["mass"], s=8, color=colour)
         ax.hlines(rows["permuted"].mean(), i - 0.35, i + 0.35, color="#333", lw=1)

@@ -29,7 +29,8 @@ def build(
     profile: str = "quick", only: Sequence[str] = (), folder: str | Path = "runs/claims", engine: str = "local",
     workers: int | None = None, measure: bool = True, say: Callable[[str], Any] = print,
 ) -> tuple[Path, Findings]:  # fmt: skip
-    """Measure what is missing, decide, and write `folder`/<profile>.{html, csv, md} and figures; the page's path and what was found.
+    """Measure what is missing, decide, and write `folder`/<profile>.{html, csv, md} and figures; the page's path and what was
+    found.
 
     Raises ClaimError."""
     started, folder = time.time(), Path(folder)
@@ -37,7 +38,8 @@ def build(
     write_atomic(folder / f"{profile}.csv", lambda path: found.table().to_csv(path, index=False, float_format="%.6g"))
     write_text(folder / f"{profile}.md", markdown(found))
     sections = [_summary(found), *(_claim(claim, found, folder) for claim in CLAIMS), _not_run(found),
-                provenance_section(folder / "pages" / profile, started, config={"profile": profile, "only": list(only)})]  # fmt: skip
+                provenance_section(folder / "pages" / profile, started,
+                                   config={"profile": profile, "only": list(only)})]  # fmt: skip
     return render(folder / f"{profile}.html", TITLE, LEAD, sections), found
 
 

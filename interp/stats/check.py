@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,20 @@ def as_pair(a: Any, b: Any, names: tuple[str, str]) -> tuple[np.ndarray, np.ndar
     return one, two
 
 
+def _real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def finite(value: Any, name: str) -> float:
     """`value` as a float, if it is one finite number."""
-    if isinstance(value, bool | str) or np.ndim(value) or not np.isreal(value) or not math.isfinite(value):
+    if not _real(value) or not math.isfinite(value):
         raise StatsError(f"{name}={value!r} is not allowed; allowed: a finite number")
     return float(value)
 
 
 def level(value: Any, name: str = "confidence") -> float:
     """`value` as a float, if it lies strictly between 0 and 1."""
-    if isinstance(value, bool | str) or np.ndim(value) or not np.isreal(value) or not 0 < value < 1:
+    if not _real(value) or not 0 < value < 1:
         raise StatsError(f"{name}={value!r} is not allowed; allowed: a number between 0 and 1, both excluded")
     return float(value)
 

@@ -82,8 +82,9 @@ def bca_interval(
 ) -> Interval:
     """Bias-corrected and accelerated bootstrap interval (Efron 1987) of statistic(values); values [unit], at least 2.
 
-    statistic: of a 1-d array, faster where it takes `axis`. Few units: too narrow, if less so than percentiles. Units that are
-    all equal give width 0. StatsError also where BCa is not defined, as for a statistic that no draw changes.
+    statistic: of a 1-d array, faster where it takes `axis`. Too narrow for few units: of normal values a 95% interval of the mean
+    covers 85% for 5 and 91% for 10 (measured, ± 1). Units that are all equal give width
+    0. StatsError also where BCa is not defined, as for a statistic that no draw changes.
     """
     found, confidence = as_values(values), level(confidence)
     draws = enough(draws, (1 - confidence) / 2)

@@ -111,5 +111,5 @@ def _critical(highest: np.ndarray, total: int, n: int, confidence: float) -> flo
     )  # flips that may reach a rejected cell
     if allowed < 1:
         return math.inf
-    r2 = highest[len(highest) - allowed - 1] if allowed < len(highest) else 0.0
-    return math.inf if r2 >= 1 - TIE else math.sqrt((n - 1) * r2 / (1 - r2))
+    r2 = (highest[len(highest) - allowed - 1] if allowed < len(highest) else 0.0) + TIE
+    return math.inf if r2 >= 1 else math.sqrt((n - 1) * r2 / (1 - r2))

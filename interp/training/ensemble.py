@@ -43,8 +43,8 @@ _SHARED = (
 
 
 class Ensemble:
-    """Models of one config with an optimiser each, stepped together. configs: one per member; they may differ in seed, data order,
-    learning rate, schedule, warm-up, weight decay, clipping and when they stop. Raises EnsembleError.
+    """Models of one config with an optimiser each, stepped together. configs: one per member; they may differ in seed, data
+    order, learning rate, schedule, warm-up, weight decay, clipping and when they stop. Raises EnsembleError.
 
     parameters: name -> [member …]. A member's part of each is a view, so `member(k)` changes with the ensemble.
     """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from interp.claims.claim import Claim, ClaimError, Hypothesis, Study
-from interp.claims.registry import alignment, facts, gating, identities, parameters, stream
+from interp.claims.registry import alignment, facts, gating, identities, norms, parameters, stream
 
-_MODULES = (stream, parameters, facts, gating, identities, alignment)
-ORDER = ("R1", "R2", "R3", "R4", "R5", "R6", "F1", "F2", "F3", "F4", "N1", "A1", "A2", "A3", "A4")
+_MODULES = (stream, parameters, facts, gating, norms, identities, alignment)
+ORDER = ("R1", "R2", "R3", "R4", "R5", "R6", "F1", "F2", "F3", "F4", "N1", "N1b", "N2", "N3", "A1", "A2", "A3", "A4")
 
 
 def _in_order(claims: list[Claim]) -> tuple[Claim, ...]:

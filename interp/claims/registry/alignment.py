@@ -70,9 +70,9 @@ def aligned(tables: Tables) -> Reading:
     weakest = min(intervals, key=lambda task: intervals[task].estimate)
     one = intervals[weakest]
     null = layers[layers["best"]].groupby("task")["permuted"].mean()
-    p = max(sign_flip((mass[task] - null[task]).dropna().to_numpy()) for task in mass)
+    p = max(sign_flip((mass[task] - null[task]).dropna().to_numpy()) for task in mass)  # type: ignore[arg-type, call-overload]
     note = "; ".join(
-        f"{task} {i.estimate:.2f} [{i.low:.2f}, {i.high:.2f}], permuted {null[task]:.2f}"
+        f"{task} {i.estimate:.2f} [{i.low:.2f}, {i.high:.2f}], permuted {null[task]:.2f}"  # type: ignore[arg-type, call-overload]
         for task, i in intervals.items()
     )
     says = "supported" if all(i.low > 0.8 for i in intervals.values()) else "refuted" if one.high < 0.8 else "undecided"
@@ -84,6 +84,11 @@ def figure(tables: Tables) -> Any:
     from interp.plots.stream import alignment_bars
 
     return alignment_bars(by_layer(tables["A3"]))
+
+
+def shown(tables: Tables) -> pd.DataFrame:
+    """Mass per task and layer, means over seeds."""
+    return by_layer(tables["A3"]).groupby(["task", "layer"])[["mass", "permuted", "chance"]].mean().reset_index()
 
 
 def _units(groups: list[list[int]]) -> dict[str, dict[str, Any]]:
@@ -101,12 +106,14 @@ STUDY = Study(
 STUDIES = (STUDY,)
 CLAIMS = (
     Claim(
-        id="A3", sentence="Cross-attention aligns the target with the source.", source="seed notes on architectures; Bahdanau 2015",
+        id="A3", sentence="Cross-attention aligns the target with the source.", source="seed notes on architectures; "
+                                                                                       "Bahdanau 2015",
         hypotheses=(
             Hypothesis(
                 id="A3.mass", primary=True, rule=aligned, studies=("A3",), figure=figure,
-                shown=lambda tables: by_layer(tables["A3"]).groupby(["task", "layer"])[["mass", "permuted", "chance"]].mean().reset_index(),
-                quantity="cross-attention on the true source position, mean over heads of the best layer (chosen on the other half "
+                shown=shown,
+                quantity="cross-attention on the true source position, mean over heads of the best layer (chosen on the "
+                         "other half "
                          "of the examples), in the weakest of copy, reverse and sort",
                 unit="of attention", prediction="above .8 in every task", null="the true positions in another order (about 1/n)",
                 controls="layer chosen on one half of the examples and read on the other", smallest=0.8,

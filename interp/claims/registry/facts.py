@@ -51,7 +51,9 @@ def allocation(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
     found = train_many(model, task, configs, folder, "stacked", folder.exists(), progress=False)
     bases = {run.config.seed: run.model for run in found.values() if run.config is not None}
     learned = {
-        run.config.seed: float(run.last.loc["held_out", "accuracy"]) for run in found.values() if run.config is not None
+        run.config.seed: float(run.last.loc["held_out", "accuracy"])  # type: ignore[arg-type]
+        for run in found.values()
+        if run.config is not None  # type: ignore[arg-type]
     }  # type: ignore[arg-type]
     changes = {seed: change(task, seed) for seed in seeds}
     rows = []
@@ -71,8 +73,8 @@ def allocation(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
 
 
 def twins(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
-    """One architecture: its recall along training. Columns: arm, parameters (of the blocks), seed, step, exposures (of each fact),
-    split, accuracy, nats."""
+    """One architecture: its recall along training. Columns: arm, parameters (of the blocks), seed, step, exposures (of each
+    fact), split, accuracy, nats."""
     from interp.training.many import train_many
 
     task = ToyFacts(config["subjects"])
@@ -161,8 +163,8 @@ def logit(share: np.ndarray) -> np.ndarray:
 
 
 def excess(curve: pd.DataFrame) -> pd.DataFrame:
-    """Per optimizer and seed: the mean over arms of logit φ_F − logit ρ_F. Shares outside (0, 1) have no logit and are dropped, with
-    how many (column dropped)."""
+    """Per optimizer and seed: the mean over arms of logit φ_F − logit ρ_F. Shares outside (0, 1) have no logit and are
+    dropped, with how many (column dropped)."""
     valid = curve[(curve["phi"] > 0) & (curve["phi"] < 1)]
     mine = valid.assign(excess=logit(valid["phi"].to_numpy()) - logit(valid["rho"].to_numpy()))
     table = mine.groupby(["optimizer", "seed"])["excess"].mean().reset_index()
@@ -250,7 +252,7 @@ def gating(tables: Tables) -> Reading:
 def _early(table: pd.DataFrame, other: str) -> Reading:
     train = table[table["split"] == "train"]
     mean = train[train["arm"] == "swiglu"].groupby("step")["accuracy"].mean()
-    step = int(mean.index[(mean > 0.5).to_numpy().argmax()])
+    step = int(mean.index[(mean > 0.5).to_numpy().argmax()])  # type: ignore[arg-type, call-overload]
     at = 100 * train[train["step"] == step].pivot_table(index="seed", columns="arm", values="accuracy")
     found = paired_difference(at["swiglu"].to_numpy(), at[other].to_numpy())
     one = found.interval
@@ -294,7 +296,8 @@ def twins_table(tables: Tables) -> pd.DataFrame:
     table = tables["F2.twins"]
     held, train = last_recall(table), last_recall(table, "train")
     parameters = table.groupby("arm")["parameters"].first()
-    return pd.DataFrame([{"arm": arm, "block parameters": parameters[arm], "train": train[arm].mean(), "held out": held[arm].mean(),
+    return pd.DataFrame([{"arm": arm, "block "
+                                      "parameters": parameters[arm], "train": train[arm].mean(), "held out": held[arm].mean(),  # type: ignore[arg-type, call-overload]
                           "lowest seed": held[arm].min()} for arm in held])  # fmt: skip
 
 
@@ -315,16 +318,19 @@ CLAIMS = (
             ),
             Hypothesis(
                 id="F2.special", primary=True,
-                quantity="logit of the FFNs' share of a change of facts minus logit of their share of parameters, mean of all arms",
+                quantity="logit of the FFNs' share of a change of facts minus logit of their share of parameters, mean of "
+                         "all arms",
                 unit="logits of a share", prediction="above 0 under AdamW and under SGD: FFNs hold more than their size",
                 null="0: storage in proportion to size",
                 controls="Adam's equal-sized steps alone favour proportional storage, so SGD is the second arm",
                 statistic="95% t interval over seeds, exact sign flips, TOST ±.2", smallest=0.2,
-                falsified="an interval below 0, or equivalence to 0 within ±.2, under either optimizer", scope=_SCOPE, rule=special,
+                falsified="an interval below 0, or equivalence to 0 within ±.2, under either "
+                          "optimizer", scope=_SCOPE, rule=special,
                 studies=("F2.curve",), figure=curve_figure, shown=curve_table,
             ),
             Hypothesis(
-                id="F2.necessary", primary=True, quantity="held-out recall, with FFNs minus without, at equal parameters and depth",
+                id="F2.necessary", primary=True, quantity="held-out recall, with FFNs minus without, at equal parameters "
+                                                          "and depth",
                 unit="points of accuracy", prediction="above 3 points", null="3 points",
                 controls="width of attention raised until the parameters match; each arm at the best of three learning rates",
                 statistic="95% t interval of the paired difference over seeds, exact sign flips", smallest=3.0,

@@ -17,8 +17,8 @@ KINDS = ("relu", "gelu", "swish", "bilinear", "reglu", "swiglu")
 
 
 def language(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
-    """One kind of FFN at one learning rate: held-out loss of small language models. Columns: ffn, d_ff, parameters, learning_rate,
-    seed, nats."""
+    """One kind of FFN at one learning rate: held-out loss of small language models. Columns: ffn, d_ff, parameters,
+    learning_rate, seed, nats."""
     from interp.training import train
 
     task, rows = as_task(config["task"]), []
@@ -77,7 +77,8 @@ CLAIMS = (
                 quantity="held-out loss of SwiGLU minus ReLU, each at the best of three learning rates", unit="nats a token",
                 prediction="below -.01 (published: -.04 to -.055)", null="0",
                 controls="GELU, Swish, bilinear and ReGLU beside them: the gate or the activation?", smallest=0.01,
-                statistic="95% t interval of the paired difference over seeds, exact sign flips", falsified="an interval above -.01",
+                statistic="95% t interval of the paired difference over seeds, exact sign flips", falsified="an interval "
+                                                                                                            "above -.01",
                 scope="decoders of four layers, d_model 128, 2,000 steps on Python's standard library (task language)",
             ),
             F4_FACTS,

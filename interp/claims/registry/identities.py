@@ -191,7 +191,8 @@ def _alone(model: Transformer, inputs: Inputs) -> Iterator[Tensor]:
     """The Jacobians of every FFN, and of every norm, on a random stream."""
     stream = torch.randn(2, 4, model.config.d_model, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     stream.requires_grad_()
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         for part in (block.norm1, block.norm2, block.cross_norm, block.ffn):
             if part is not None:
                 yield _jacobian(part(stream, NO_TAP), [stream])
@@ -373,16 +374,21 @@ def _shown(identity: str, tables: Tables) -> pd.DataFrame:
 HALVES = {"models_0_29": {"first": 0, "last": 30}, "models_30_59": {"first": 30, "last": 60}}
 STUDIES = (
     Study("identities", "Do the equations' identities hold on random models of every kind?", measure,
-          {profile: HALVES for profile in ("quick", "standard", "full")}, dict.fromkeys(("quick", "standard", "full"), 1.0)),
+          dict.fromkeys(("quick", "standard", "full"), HALVES), dict.fromkeys(("quick", "standard", "full"), 1.0)),
 )  # fmt: skip
 SCOPE = ("60 random models in 64-bit numbers: decoder, prefix decoder, encoder and encoder-decoder, pre- and post-norm, "
-         "LayerNorm, RMSNorm and no norm, every FFN and kind of positions, grouped keys, biases or none, padded batches")  # fmt: skip
+         "LayerNorm, RMSNorm and no norm, every FFN and kind of positions, grouped keys, biases or none")  # fmt: skip
 
 
 def _identity(name: str, rule: Callable[[Tables], Reading], **texts: str) -> Hypothesis:
     statistic = "The largest error over all models; n counts models."
-    return Hypothesis(id=name, rule=rule, studies=("identities",), shown=partial(_shown, name.partition(".")[0]),
-                      **{"scope": SCOPE, "null": "None: it is an identity, not an estimate.", "statistic": statistic, **texts})  # fmt: skip
+    common: dict[str, Any] = {
+        "scope": SCOPE,
+        "null": "None: it is an identity, not an estimate.",
+        "statistic": statistic,
+    }
+    shown = partial(_shown, name.partition(".")[0])
+    return Hypothesis(id=name, rule=rule, studies=("identities",), shown=shown, **{**common, **texts})
 
 
 CLAIMS = (

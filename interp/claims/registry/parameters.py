@@ -116,7 +116,7 @@ def above_half(tables: Tables, share: str) -> Reading:
     values, n = rows[share].to_numpy(dtype=float), len(rows)
     above = values > 0.5
     lowest = rows["model"].iloc[int(np.argmin(values))]
-    note = f"above one half in {int(above.sum())} of {n} models; lowest in {lowest}; the interval is the range, the estimate the median"
+    note = f"above one half in {int(above.sum())} of {n} models; lowest in {lowest}; median and range"
     says = "supported" if bool(above.all()) else "refuted"
     return Reading(says, float(np.median(values)), float(values.min()), float(values.max()), n, None, note)
 
@@ -143,8 +143,8 @@ _COMMON: dict[str, Any] = {
     "studies": ("F1",),
     "figure": figure,
     "shown": shown,
-    "scope": f"{len(PUBLISHED)} published models of 70 million to 8 billion parameters and the default models of our tasks; models "
-    "without FFNs are listed and not counted",
+    "scope": f"{len(PUBLISHED)} published models of 70 million to 8 billion parameters and the default models of our tasks; "
+    "models without FFNs are listed and not counted",
 }
 CLAIMS = (
     Claim(

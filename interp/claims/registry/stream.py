@@ -27,9 +27,9 @@ OFFSET = 20
 def induction(config: Mapping[str, Any], scratch: Path) -> pd.DataFrame:
     """Two-layer attention-only models, and one-layer ones as the control.
 
-    Columns: what ("pair": composition of an earlier with a later head; "overlap": a head's read and write space; "loss"), seed,
-    layers, nats; of pairs kind, earlier_head, head, score, percentile, previous, induction (the two heads' attention); of overlaps
-    state ("trained", "untrained"), layer, head, overlap, expected."""
+    Columns: what ("pair": composition of an earlier with a later head; "overlap": a head's read and write space; "loss"),
+    seed, layers, nats; of pairs kind, earlier_head, head, score, percentile, previous, induction (the two heads' attention);
+    of overlaps state ("trained", "untrained"), layer, head, overlap, expected."""
     from interp.training.many import train_many
 
     task, tables = as_task("induction"), []
@@ -126,8 +126,8 @@ def stream_at(model: Transformer, inputs: Any, last: torch.Tensor | None) -> dic
 def explained(
     streams: Mapping[str, np.ndarray], now: torch.Tensor, following: torch.Tensor, least: int = 8
 ) -> pd.DataFrame:
-    """Share of the stream's variance that the current and the next token's identity explain, held out: R² of class means that were
-    computed on one half of the examples and judged on the other. Classes of fewer than `least` examples are left out.
+    """Share of the stream's variance that the current and the next token's identity explain, held out: R² of class means that
+    were computed on one half of the examples and judged on the other. Classes of fewer than `least` examples are left out.
 
     Columns: place (0 = before the first block), site, current, next, n."""
     kinds = [np.unique(values.numpy(), return_inverse=True, return_counts=True) for values in (now, following)]
@@ -157,7 +157,7 @@ def composed(table: pd.DataFrame) -> pd.DataFrame:
     percentile, how likely that is by chance (share of such pairs), and the rank of the pair that attends most."""
     rows = []
     for seed, mine in table[(table["what"] == "pair") & (table["kind"] == "k")].groupby("seed"):
-        top = mine.loc[mine["score"].idxmax()]
+        top = mine.loc[mine["score"].idxmax()]  # type: ignore[arg-type, call-overload]
         right = (mine["previous"] >= LEAST) & (mine["induction"] >= LEAST)
         strict = mine[
             (mine["previous"] == mine["previous"].max()) & (mine["induction"] == mine["induction"].max())
@@ -180,7 +180,8 @@ def composition(tables: Tables) -> Reading:
     losses = tables["R3"][tables["R3"]["what"] == "loss"].groupby("layers")["nats"].mean()
     p = binomial_p(hits, n, min(max(chance, 1e-9), 1 - 1e-9))
     note = (f"{hits} of {n} seeds; the two heads that attend most are the top pair in {int((found['strict_rank'] == 1).sum())}; "
-            f"second copy: two layers {losses.get(2, np.nan):.3f} nats" + (f", one layer {losses[1]:.2f}" if 1 in losses else ""))  # fmt: skip
+            f"second copy: two layers {losses.get(2, np.nan):.3f} nats" + (
+                f", one layer {losses[1]:.2f}" if 1 in losses else ""))  # fmt: skip
     return Reading(says, one.estimate, one.low, one.high, n, p, note)
 
 
@@ -298,8 +299,8 @@ def pairs_figure(tables: Tables) -> Any:
 
 def overlap_table(tables: Tables) -> pd.DataFrame:
     """Overlap over its random mean per task, trained and untrained."""
-    return pd.concat([overlap_ratios(tables, state).mean().rename(state) for state in ("trained", "untrained")], axis=1).reset_index(
-        names="task")  # fmt: skip
+    means = [overlap_ratios(tables, state).mean().rename(state) for state in ("trained", "untrained")]
+    return pd.concat(means, axis=1).reset_index(names="task")
 
 
 def agreement_table(tables: Tables) -> pd.DataFrame:
@@ -347,7 +348,8 @@ CLAIMS = (
                 shown=lambda tables: composed(tables["R3"]),
                 quantity="share of seeds whose top K-composition pair joins a previous-token head (at least .3 of its attention "
                          "there) to an induction head (the same) above the null's 99.9th percentile",
-                unit="of seeds", prediction="at least 8 of 10", null="as many pairs as have two such heads, over all pairs; scores: "
+                unit="of seeds", prediction="at least 8 of 10", null="as many pairs as have two such heads, over all pairs; "
+                                                                     "scores: "
                 "the same spectra under 10,000 Haar-random rotations",
                 controls="one-layer models do not learn the task; Q and V composition beside it",
                 statistic="exact binomial against the largest such share, Clopper-Pearson interval",
@@ -374,7 +376,8 @@ CLAIMS = (
         hypotheses=(
             Hypothesis(
                 id="R5.language", primary=True, rule=depth_language, studies=("R5.language",), figure=depth_figure("R5.language"),
-                quantity="Spearman's ρ of depth with the share of the stream's variance that the current (sign turned) and the next "
+                quantity="Spearman's ρ of depth with the share of the stream's variance that the current (sign turned) and "
+                         "the next "
                          "token explain; the weaker of the two",
                 unit="ρ", prediction="both above 0 (.8 expected), and the two shares cross before the top",
                 null="0; the untrained model", controls="the same model untrained; held-out R², never in-sample",
@@ -385,7 +388,8 @@ CLAIMS = (
             Hypothesis(
                 id="R5.facts", rule=depth_facts, studies=("facts.reading",), figure=depth_figure("facts.reading"),
                 quantity="the same at the last token of a fact's prompt, where the next token is the answer", unit="ρ",
-                prediction="both above 0, and crossing", null="0", statistic="as R5.language", falsified="as R5.language", scope=_T3,
+                prediction="both above 0, and crossing", null="0", statistic="as R5.language", falsified="as "
+                                                                                                         "R5.language", scope=_T3,
             ),
         ),
     ),
@@ -395,9 +399,11 @@ CLAIMS = (
         hypotheses=(
             Hypothesis(
                 id="F3.agreement", primary=True, rule=key_value, studies=("facts.reading",), shown=agreement_table,
-                quantity="share of neurons (per sign) whose value promotes most what follows the prompt that excites them most, minus "
+                quantity="share of neurons (per sign) whose value promotes most what follows the prompt that excites them "
+                         "most, minus "
                          "the same with values permuted among a layer's neurons",
-                unit="points", prediction="above 1 point", null="permuted pairing, 1,000 permutations: keeps how often each token "
+                unit="points", prediction="above 1 point", null="permuted pairing, 1,000 permutations: keeps how often each "
+                                                                "token "
                 "is promoted", controls="untrained models", statistic="95% t interval over seeds, exact sign flips", smallest=1.0,
                 falsified="an interval below 1 point", scope=_T3,
             ),
