@@ -8,22 +8,50 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
+from interp.claims import CLAIMS, Findings, run
 from interp.model.block import PreNormBlock
+from interp.report.claims import estimate, markdown
 from interp.sites import symbol_table
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"README.md": ("block",), "docs/sites.md": ("sites",), "docs/training.md": ("tasks",)}
+PARTS = {
+    "README.md": ("block", "claims"),
+    "docs/claims.md": ("verdicts",),
+    "docs/sites.md": ("sites",),
+    "docs/training.md": ("tasks",),
+}
 
 
 def parts() -> dict[str, str]:
     """Name of each marked part -> its text."""
     halves = [textwrap.dedent(inspect.getsource(half)).strip() for half in (PreNormBlock.mix, PreNormBlock.feed)]
     block = "\n\n\n".join(halves)
-    return {"block": f"```python\n{block}\n```", "sites": symbol_table(), "tasks": task_table()}
+    found = verdicts()
+    return {"block": f"```python\n{block}\n```", "sites": symbol_table(), "tasks": task_table(),
+            "verdicts": markdown(found).strip(), "claims": claims_table(found)}  # fmt: skip
+
+
+@cache
+def verdicts() -> Findings:
+    """What the committed tables of the standard profile say."""
+    return run("standard", folder=ROOT / "experiments" / "results" / "claims", measure=False, progress=False)
+
+
+def claims_table(found: Findings) -> str:
+    """One line per claim: the verdict of the whole, or of each primary where there is no overall one, with the numbers."""
+    lines = ["| | the textbook says | verdict | measured |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        counted = [one for one in claim.hypotheses if one.primary] or list(claim.hypotheses)
+        mine = [found.verdicts[one.id] for one in counted]
+        each = "; ".join(f"{one.id.partition('.')[2]} {one.outcome}" for one in mine)
+        measured = "; ".join(text for one in mine if (text := estimate(one)))
+        lines.append(f"| {claim.id} | {claim.sentence} | {found.claims.get(claim.id, each)} | {measured} |")
+    return "\n".join(lines)
 
 
 def task_table() -> str:

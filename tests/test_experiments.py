@@ -64,3 +64,15 @@ def test_e08_edits_are_measured_beside_controls(tmp_path, capsys):
     assert len(table) == 9 and table["ES"]["unedited"] < 50 < table["ES"].max()
     assert len(pd.read_csv(tmp_path / "sites.csv")) == 12
     assert "Rank-one edits of the toy model" in capsys.readouterr().out
+
+
+def test_e09_counts_verdicts_on_planted_truth(tmp_path, capsys, monkeypatch):
+    from interp.claims import confusion
+
+    module = experiment("e09_are_verdicts_right")
+    monkeypatch.setattr(module, "TRUTHS", confusion.chosen(["F2.special", "R3.composition"]))
+    module.main(["--draws", "3", "--models", "1", "--folder", str(tmp_path)])
+    table = pd.read_csv(tmp_path / "confusion.csv")
+    assert (table[["supported", "refuted", "undecided"]].sum(axis=1) == 3).all() and len(table) == 5
+    assert "How often are the verdicts wrong?" in capsys.readouterr().out
+    assert set(module.NULLS) <= {truth.effect for truth in confusion.TRUTHS}

@@ -55,10 +55,11 @@ def text(table: pd.DataFrame) -> str:
     worst = nulls["wrong_high"].max() if len(nulls) else float("nan")
     return f"""# How often are the verdicts wrong?
 
-Written by `python experiments/e09_are_verdicts_right/run.py`. Each row plants a truth, lets the registered rule read it with {SEEDS}
-seeds and Holm's correction at its strictest, and counts verdicts. Nulls must not be called supported, effects must not be
-called refuted; at a boundary both are errors. Bound: one-sided 95% Clopper-Pearson. Simulated readings use normal errors about
-as large as those measured; they test the rule, not the measurement. "models" are real untrained models read by the whole pipeline.
+Written by `python experiments/e09_are_verdicts_right/run.py`. Each row plants a truth, lets the registered rule read it with
+{SEEDS} seeds and Holm's correction at its strictest, and counts verdicts. Nulls must not be called supported, effects must not
+be called refuted; at a boundary both are errors. Bound: one-sided 95% Clopper-Pearson. Simulated readings use normal errors
+about as large as those measured; they test the rule, not the measurement. "models" are real untrained models, read by the
+whole pipeline.
 
 {chr(10).join(lines)}
 

@@ -58,12 +58,13 @@ def markdown(found: Findings) -> str:
             p = "" if verdict.p_corrected is None else f"{verdict.p_corrected:.2g}"
             name = f"**{one.id}**" if one.primary else one.id
             rows.append(
-                f"| {claim.sentence} | {name} | {verdict.outcome} | {_estimate(verdict)} | {verdict.n or ''} | {p} |"
+                f"| {claim.sentence} | {name} | {verdict.outcome} | {estimate(verdict)} | {verdict.n or ''} | {p} |"
             )
     return "\n".join(rows) + "\n"
 
 
-def _estimate(verdict: Verdict) -> str:
+def estimate(verdict: Verdict) -> str:
+    """Estimate, interval and unit, or the one number of an identity; empty where nothing was run."""
     if verdict.outcome == "not run":
         return ""
     if verdict.low == verdict.high:
@@ -80,7 +81,7 @@ def _summary(found: Findings) -> Section:
         for one in claim.hypotheses:
             verdict = found.verdicts[one.id]
             rows.append({"claim": claim.id, "hypothesis": one.id.partition(".")[2] + (" (primary)" if one.primary else ""),
-                         "verdict": verdict.outcome, "estimate": _estimate(verdict), "n": verdict.n or None,
+                         "verdict": verdict.outcome, "estimate": estimate(verdict), "n": verdict.n or None,
                          "Holm p": verdict.p_corrected, "rule committed": verdict.registered})  # fmt: skip
     section.table(pd.DataFrame(rows), "Primary hypotheses decide their claim; the others are beside it, uncorrected.")
     overall = [{"claim": claim.id, "sentence": claim.sentence, "overall": found.claims.get(claim.id, "no overall verdict")}

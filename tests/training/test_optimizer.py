@@ -14,7 +14,9 @@ from interp.training.train import Loss, train_step
 
 TASK = ToyFacts(8)
 MODEL = ModelConfig(vocab=len(TASK.vocabulary), n_layers=1, n_heads=2, d_model=8, n_ctx=8, bias=False)
-CONFIG = TrainConfig(steps=6, batch_size=16, learning_rate=0.1, weight_decay=0.2, optimizer="sgd", betas=(0.5, 0.9), clip=100.0)
+CONFIG = TrainConfig(
+    steps=6, batch_size=16, learning_rate=0.1, weight_decay=0.2, optimizer="sgd", betas=(0.5, 0.9), clip=100.0
+)
 
 
 def alone(config, steps):
@@ -28,7 +30,9 @@ def alone(config, steps):
 def test_an_sgd_step_is_momentum_after_decoupled_decay():
     model = Transformer(MODEL, seed=0).double()
     optimizer = make_optimizer(model, CONFIG)
-    name, weight = next((n, p) for n, p in model.named_parameters() if p.ndim == 2 and "embedding" not in n and n != "W_pos")
+    name, weight = next(
+        (n, p) for n, p in model.named_parameters() if p.ndim == 2 and "embedding" not in n and n != "W_pos"
+    )
     gain = next(p for n, p in model.named_parameters() if p.ndim == 1)
     start, velocity, by_hand = weight.detach().clone(), torch.zeros_like(weight), weight.detach().clone()
     for k in (1.0, 2.0):
