@@ -76,9 +76,23 @@ def acdc(
     may_stay = graph.admitted if edges is None else edges & graph.admitted
     cut = (graph.admitted & ~may_stay).to(found.source)
     costs = torch.full(graph.admitted.shape, float("nan"), dtype=found.source.dtype)
+    _check_damage(found, graph)
     values, tried = _walk(found, may_stay, cut, costs, threshold, progress)
     return Circuit(graph, graph.admitted & (cut.cpu() == 0), costs, values, threshold, ablation, found.metric_name, tried,
                    time.perf_counter() - began)  # fmt: skip
+
+
+def _check_damage(found: Study, graph: Graph) -> None:
+    """A logit difference falls where a damage rises: every edge would look harmless, and none would stay."""
+    whole, nothing = (
+        float(found.value(cut.to(found.source)).mean()) for cut in (torch.zeros_like(graph.admitted), graph.admitted)
+    )
+    if nothing < whole and whole > 1e-6:
+        raise CircuitError(
+            f"the metric falls from {whole:.3g} for the whole model to {nothing:.3g} with every edge cut, so it is no damage; "
+            "allowed: None (KL from the clean run), or a metric that is 0 for the whole model and rises, such as the clean value "
+            "minus yours"
+        )
 
 
 def _walk(found: Study, may_stay: Tensor, cut: Tensor, costs: Tensor, threshold: float, progress: bool):

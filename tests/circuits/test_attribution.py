@@ -126,6 +126,11 @@ def test_acdc_on_some_edges_cuts_all_others():
     assert not bool(everything.kept.any()) and everything.graph == Graph.of(model)
     with pytest.raises(CircuitError, match="threshold=-1 is not allowed; allowed: 0 or more"):
         acdc(model, clean, corrupted, -1)
+    with pytest.raises(
+        CircuitError, match=r"the metric falls from 1 for the whole model to 0 with every edge cut, so it is no"
+    ):
+        whole = run(model, clean).logits[:, -1].sum(-1)
+        acdc(model, clean, corrupted, 0.1, lambda logits: (logits[:, -1].sum(-1) - whole).abs().lt(1e-9).double())
 
 
 def test_faithfulness_ends_at_the_clean_run_and_areas_are_trapezoids():
