@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def build(source: Path) -> Path:
     """Execute one notebook and write it with its outputs."""
-    notebook = jupytext.read(source)
+    notebook = jupytext.read(source, fmt="py:percent")  # left to guess, it takes the cell marks for text
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}).execute()
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"

@@ -11,10 +11,11 @@ jupytext = pytest.importorskip("jupytext")
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_the_notebook_has_the_cells_of_its_source(source):
-    mine, built = jupytext.read(source), jupytext.read(source.with_suffix(".ipynb"))
+    mine, built = jupytext.read(source, fmt="py:percent"), jupytext.read(source.with_suffix(".ipynb"))
     assert [cell.source for cell in mine.cells] == [cell.source for cell in built.cells], "run make notebooks"
     outputs = [output for cell in built.cells if cell.cell_type == "code" for output in cell.outputs]
     assert outputs, "never run"
+    assert not [cell for cell in built.cells if "%%" in cell.source]
     assert not [output for output in outputs if output.output_type == "error"]
 
 
@@ -22,7 +23,7 @@ def test_the_notebook_has_the_cells_of_its_source(source):
     "source", [path for path in SOURCES if not path.stem.startswith("00")], ids=lambda path: path.stem
 )
 def test_it_says_what_it_needs_and_ends_by_asserting_what_it_said(source):
-    cells = jupytext.read(source).cells
+    cells = jupytext.read(source, fmt="py:percent").cells
     assert "Needs: " in cells[0].source
     assert "assert " in cells[-1].source
 
