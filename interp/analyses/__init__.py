@@ -29,7 +29,7 @@ from interp.analyses.progress import key_frequencies, logit_measures, progress_m
 from interp.analyses.shares import site_shares, weight_shares
 from interp.analyses.subject_noise import noise_scale
 from interp.analyses.subupdates import ffn_subupdates, prediction_events, subupdate_shares
-from interp.analyses.trace_effects import held_out_peaks, trace_agreement, trace_effects
+from interp.analyses.trace_effects import held_out_peaks, trace_agreement, trace_effects, trace_tests
 from interp.analyses.trace_result import TraceResult, position_roles
 from interp.analyses.triggers import Triggers, corpus_triggers
 from interp.analyses.tuned_lens import TunedLens
@@ -107,6 +107,7 @@ __all__ = [
     "subupdate_shares",
     "trace_agreement",
     "trace_effects",
+    "trace_tests",
     "values_promoting",
     "weight_shares",
 ]

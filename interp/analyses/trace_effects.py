@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from interp.analyses.joint_metric import TraceError
-from interp.stats import t_half_width
+from interp.stats import max_t, t_half_width
 
 CELL = ("layer", "role")
 MAP = ("corruption", "metric", "site", "severed")
@@ -38,6 +38,27 @@ def trace_effects(table: pd.DataFrame, confidence: float = 0.95, by: str = "role
     found["ate"] = grouped["te"].mean()
     found["share"] = found["aie"] / found["ate"].where(found["ate"].abs() > 0)
     return found.reset_index().sort_values([*MAP, "layer"], kind="stable").reset_index(drop=True)
+
+
+def trace_tests(table: pd.DataFrame, draws: int = 10_000, seed: int = 0, by: str = "role") -> pd.DataFrame:
+    """Which cells of each map differ from no effect, corrected for all cells of that map by max-|t| over facts (sign flips).
+
+    table: as for `trace_effects`. Cells that some fact lacks (a subject of one token has no middle) are left out, with how many.
+    Columns: corruption, metric, site, severed, layer, role, aie, t, p (corrected within the map), n (facts), left_out (cells of
+    the map). StatsError for fewer than 2 facts. The unit is the fact of one model: p says nothing about other models.
+    """
+    _need(table, [*MAP, "layer", by, "fact", "corrupted", "value"])
+    gaps = table.assign(ie=_wide(table, "value") - _wide(table, "corrupted"))
+    tables = []
+    for key, part in gaps.groupby(list(MAP), sort=False, observed=True):
+        cells = part.pivot_table(index="fact", columns=["layer", by], values="ie", aggfunc="mean", observed=True)
+        whole = cells.dropna(axis=1)
+        if whole.empty:
+            raise TraceError(f"no cell of the map {key} is there for every fact; allowed: facts that share a role")
+        found = max_t(whole.to_numpy(), draws=draws, seed=seed)
+        rows = whole.columns.to_frame(index=False).assign(aie=found.mean, t=found.t, p=found.p, n=found.n)
+        tables.append(rows.assign(left_out=cells.shape[1] - whole.shape[1], **dict(zip(MAP, key, strict=True))))
+    return pd.concat(tables, ignore_index=True)[[*MAP, "layer", by, "aie", "t", "p", "n", "left_out"]]
 
 
 def mean_interval(groups: Any, confidence: float) -> pd.DataFrame:
