@@ -14,17 +14,15 @@ import time
 from pathlib import Path
 
 import pandas as pd
-import torch
 from tqdm.auto import tqdm
 
 from interp import record
-from interp.analyses import attention_mass, permuted_keys
+from interp.claims.registry.alignment import TASKS, by_layer, masses
 from interp.plots import head_heatmap
 from interp.tasks import Rewriting
 from interp.training import train
 
 FIRST_SEED = 1000  # seeds 0-9 are kept for the registered claims
-TASKS = ("copy", "reverse", "sort")
 
 
 def measure(name: str, seed: int, folder: Path, steps: int = 0) -> pd.DataFrame:
@@ -32,26 +30,9 @@ def measure(name: str, seed: int, folder: Path, steps: int = 0) -> pd.DataFrame:
     task = Rewriting(name)  # type: ignore[arg-type]
     config = task.train_config(seed=seed, **({"steps": steps} if steps else {}))
     trained = train(None, task, config, folder, resume=True)
-    batch = task.evaluation["held_out"]
     exact = trained.curves.groupby("split")["exact"].last()["held_out"]
-    tables = []
-    for half, rows in (("choose", slice(0, None, 2)), ("read", slice(1, None, 2))):
-        inputs = batch.inputs.select(torch.arange(len(batch))[rows])
-        keys = task.alignment(inputs)
-        null = attention_mass(trained.model, inputs, permuted_keys(keys, seed), "cross_pattern")["mass"]
-        tables.append(attention_mass(trained.model, inputs, keys, "cross_pattern").assign(half=half, permuted=null))
     about = {"task": name, "seed": seed, "exact": exact, "steps": config.steps, "seconds": trained.seconds}
-    return pd.concat(tables).assign(**about)
-
-
-def by_layer(heads: pd.DataFrame) -> pd.DataFrame:
-    """Mean over heads per task × seed × layer on the half that is read; `best` marks the layer chosen on the other half."""
-    keys = ["task", "seed", "layer"]
-    means = heads.groupby(["half", *keys], sort=False)[["mass", "permuted", "chance"]].mean()
-    table = means.loc["read"].reset_index()
-    chosen = means.loc["choose"]["mass"].groupby(["task", "seed"]).idxmax()
-    best = pd.MultiIndex.from_tuples(chosen.to_list())
-    return table.assign(best=pd.MultiIndex.from_frame(table[keys]).isin(best))
+    return masses(trained.model, task, seed).assign(**about)
 
 
 def main(words: list[str] | None = None) -> None:

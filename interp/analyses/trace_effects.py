@@ -57,7 +57,7 @@ def trace_tests(table: pd.DataFrame, draws: int = 10_000, seed: int = 0, by: str
             raise TraceError(f"no cell of the map {key} is there for every fact; allowed: facts that share a role")
         found = max_t(whole.to_numpy(), draws=draws, seed=seed)
         rows = whole.columns.to_frame(index=False).assign(aie=found.mean, t=found.t, p=found.p, n=found.n)
-        tables.append(rows.assign(left_out=cells.shape[1] - whole.shape[1], **dict(zip(MAP, key, strict=True))))
+        tables.append(rows.assign(left_out=cells.shape[1] - whole.shape[1], **dict(zip(MAP, key, strict=True))))  # type: ignore[arg-type]
     return pd.concat(tables, ignore_index=True)[[*MAP, "layer", by, "aie", "t", "p", "n", "left_out"]]
 
 

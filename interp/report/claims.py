@@ -76,6 +76,9 @@ def _summary(found: Findings) -> Section:
     section = Section("Verdicts")
     counts = pd.Series([one.outcome for one in found.verdicts.values()]).value_counts()
     section.finding(f"Profile {found.profile}: " + ", ".join(f"{n} {name}" for name, n in counts.items()) + ".")
+    overall = [{"claim": claim.id, "sentence": claim.sentence, "overall": found.claims.get(claim.id, "no overall verdict")}
+               for claim in CLAIMS]  # fmt: skip
+    section.table(pd.DataFrame(overall), "Supported if every primary is, refuted if any is, else undecided.")
     rows = []
     for claim in CLAIMS:
         for one in claim.hypotheses:
@@ -84,14 +87,11 @@ def _summary(found: Findings) -> Section:
                          "verdict": verdict.outcome, "estimate": estimate(verdict), "n": verdict.n or None,
                          "Holm p": verdict.p_corrected, "rule committed": verdict.registered})  # fmt: skip
     section.table(pd.DataFrame(rows), "Primary hypotheses decide their claim; the others are beside it, uncorrected.")
-    overall = [{"claim": claim.id, "sentence": claim.sentence, "overall": found.claims.get(claim.id, "no overall verdict")}
-               for claim in CLAIMS]  # fmt: skip
-    section.table(pd.DataFrame(overall), "Supported if every primary is, refuted if any is, else undecided.")
     return section
 
 
 def _claim(claim: Claim, found: Findings, folder: Path) -> Section:
-    section = Section(f"{claim.id}: {claim.sentence}")
+    section = Section(f"{claim.id}: {claim.sentence}", short=claim.id)
     section.text(
         f"Source: {claim.source}. Overall: {found.claims.get(claim.id, 'its hypotheses stand for themselves')}."
     )

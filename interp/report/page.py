@@ -20,10 +20,11 @@ TEMPLATE = Path(__file__).parent / "page.html.jinja"
 
 @dataclass
 class Section:
-    """A titled run of blocks, built top to bottom."""
+    """A titled run of blocks, built top to bottom. short: its name in the list at the top, where the title is long."""
 
     title: str
     blocks: list[dict[str, Any]] = field(default_factory=list)
+    short: str = ""
 
     def heading(self, text: str) -> None:
         """A sub-heading."""
