@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from interp.analyses.ffn_memory import signs_of
 from interp.at import positions
 from interp.hookable import Hookable, UnsupportedModelError, require_weight
 from interp.run import prepare, run
@@ -37,7 +38,7 @@ def key_value_agreement(
         raise UnsupportedModelError("key-value agreement needs FFNs, and this model has none")
     recorded = run(model, inputs, record=sites)
     unembedding = require_weight(model, "W_U")
-    signs = (1,) if getattr(model.config, "ffn", None) == "relu" else (1, -1)
+    signs = signs_of(model)
     generator, table = torch.Generator().manual_seed(seed), []
     for site in sites:
         layer, act = site.layer, recorded.cache[site][rows, index]  # [example neuron]

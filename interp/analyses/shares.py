@@ -47,7 +47,7 @@ def weight_shares(
         else {k: tuple(v) for k, v in players.items()}
     )
     inputs, theirs, mine = prepare(old, inputs), dict(new.named_parameters()), dict(old.named_parameters())
-    old.weights._check_other(new)
+    old.weights.check_other(new)
     chosen = {name: old.weights.select(groups, layers) for name, groups in named.items()}
     _check_overlap(chosen)
     values = {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from interp.activations import Activations
@@ -17,9 +21,12 @@ from interp.analyses.ffn_memory import TRIGGER_COLUMNS, NeuronError, chosen_neur
 from interp.analyses.subupdates import FFNError, ffn_layers
 from interp.hookable import Hookable
 from interp.model.inputs import Inputs
+from interp.record import write_atomic
 from interp.run import check_weights
 from interp.sites import Site
 from interp.tokens import labels
+
+_TENSORS = ("coefficient", "example", "position", "token", "next_token", "next_counts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,31 @@ class Triggers:
         layers, signs, neurons, k = self.coefficient.shape
         return (f"Triggers(top {k} of {self.examples:,} sentences ({self.positions:,} positions) for {neurons:,} neurons of "
                 f"{layers} layer(s), {signs} sign(s))")  # fmt: skip
+
+    def save(self, path: str | Path) -> Path:
+        """One safetensors file, whole or absent; an hour of text need not be read twice."""
+        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
+        tensors["sentence"] = torch.tensor(list(self.sentences), dtype=torch.long)
+        tensors["first"] = torch.tensor([first for _, first in self.sentences.values()], dtype=torch.long)
+        tensors["length"] = torch.tensor([len(ids) for ids, _ in self.sentences.values()], dtype=torch.long)
+        tensors["ids"] = torch.tensor([one for ids, _ in self.sentences.values() for one in ids], dtype=torch.long)
+        about = {name: getattr(self, name) for name in ("layers", "signs", "examples", "positions")}
+        return write_atomic(path, lambda to: save_file(tensors, to, metadata={"triggers": json.dumps(about)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Triggers:
+        """What `save` wrote. Raises NeuronError for a truncated or foreign file, FileNotFoundError."""
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads((file.metadata() or {})["triggers"])
+                tensors = {name: file.get_tensor(name) for name in (*_TENSORS, "sentence", "first", "length", "ids")}
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise NeuronError(f"{path} is truncated, or no file that Triggers.save wrote: {error}") from None
+        pieces = tensors.pop("ids").split(tensors.pop("length").tolist())
+        named = zip(tensors.pop("sentence").tolist(), pieces, tensors.pop("first").tolist(), strict=True)
+        sentences = {number: (tuple(ids.tolist()), first) for number, ids, first in named}
+        about |= {name: tuple(about[name]) for name in ("layers", "signs")}
+        return cls(**about, **tensors, sentences=sentences)
 
     def axis(self, layer: int) -> int:
         """Where a layer stands on the first axis. Raises NeuronError."""

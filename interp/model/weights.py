@@ -73,7 +73,7 @@ class Weights:
         """One row per group: group, parameters, share (of all), share_blocks (of attention + ffn; nan elsewhere), norm (‖w‖, all
         its numbers as one vector); with another model: distance ‖w − w'‖."""
         if other is not None:
-            self._check_other(other)
+            self.check_other(other)
         total, blocks = self._count("all"), self._count("attention") + self._count("ffn")
         inner = ("qk", "ov", "ffn_in", "ffn_out", "attention", "ffn")
         rows = []
@@ -99,7 +99,7 @@ class Weights:
         Evidence of where a difference between the two lies only where both come from one ancestor: two trainings from different
         starts share no basis. Raises WeightsError.
         """
-        self._check_other(donor)
+        self.check_other(donor)
         new, theirs = copy.deepcopy(self.model), dict(donor.named_parameters())
         for name, rows in self.select(groups, layers).items():
             dict(new.named_parameters())[name][rows] = theirs[name].detach()[rows]
@@ -135,7 +135,8 @@ class Weights:
         if wrong or (layers is not None and not len(layers)):
             raise WeightsError(f"layers={layers!r} is not allowed; allowed: some of 0 … {len(known) - 1}")
 
-    def _check_other(self, other: Transformer) -> None:
+    def check_other(self, other: Transformer) -> None:
+        """Raise WeightsError unless the other model's weights correspond to these."""
         if other.config != self.model.config:
             raise WeightsError(
                 "the two models have different configs, so their weights do not correspond; allowed: one config"

@@ -177,3 +177,18 @@ def test_silent_neurons_and_short_corpora_have_no_row(plain):
 def test_bad_input_is_refused_by_name(model, corpus, choices, message):
     with pytest.raises(ValueError, match=message):
         corpus_triggers(model, corpus, **choices)
+
+
+def test_triggers_come_back_from_a_file(tmp_path):
+    import interp
+    from interp.analyses.triggers import Triggers
+
+    model, task = interp.shipped()
+    found = interp.corpus_triggers(model, task.splits["held_out"].inputs.select(torch.arange(40)), k=3)
+    path = found.save(tmp_path / "triggers.safetensors")
+    again = Triggers.load(path)
+    assert again.sentences == dict(found.sentences) and (again.layers, again.signs) == (found.layers, found.signs)
+    pd.testing.assert_frame_equal(again.table(1, [3, 7], task.vocabulary), found.table(1, [3, 7], task.vocabulary))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(NeuronError, match=r"is truncated, or no file that Triggers\.save wrote"):
+        Triggers.load(path)
