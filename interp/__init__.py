@@ -66,10 +66,12 @@ if TYPE_CHECKING:
         to_huggingface,
         to_transformer_lens,
     )
+    from interp.plots.attention import attention_widget
     from interp.tasks.shipped import shipped
 
 # Loaded on first use: they import transformers or matplotlib, or read files.
 _LAZY = {
+    "attention_widget": "interp.plots",
     "from_huggingface": "interp.bridges",
     "from_transformer_lens": "interp.bridges",
     "minilm": "interp.bridges",
@@ -77,6 +79,7 @@ _LAZY = {
     "to_huggingface": "interp.bridges",
     "to_transformer_lens": "interp.bridges",
     "bridges": None,
+    "claims": None,
     "plots": None,
     "tasks": None,
     "analyses": None,
@@ -115,6 +118,7 @@ __all__ = [
     "acdc",
     "attention_knock_out",
     "attention_mass",
+    "attention_widget",
     "attribute_rate",
     "attribution_patch",
     "causal_trace",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interp.display import cache_html, change_texts, run_html
 from interp.hookable import Hookable, require_hookable
 from interp.interventions import Intervention
 from interp.model.inputs import Inputs, InputsError, as_inputs
@@ -27,6 +28,8 @@ class NaNWeightsError(ValueError):
 
 class Cache(Mapping[Site, Tensor]):
     """Recorded tensors by site: `cache["3.attn_out"]`, `cache[Site("embed")]`, `cache.stack("resid_post")`."""
+
+    _repr_html_ = cache_html
 
     def __init__(self, values: dict[Site, Tensor]) -> None:
         self._values = values
@@ -83,13 +86,15 @@ class Cache(Mapping[Site, Tensor]):
 class Run:
     """What one forward pass gave: logits [batch pos vocab], the recorded sites, and the inputs that were run.
 
-    model: a weak reference to what was run, None after unpickling; `made_by` is the model while it exists.
+    model: a weak reference, None after unpickling; `made_by` is the model while it exists. changes: the interventions in words.
     """
 
     logits: Tensor
     cache: Cache
     inputs: Inputs
     model: Any = field(default=None, repr=False)
+    changes: tuple[str, ...] = field(default=(), repr=False)
+    _repr_html_ = run_html
 
     @property
     def made_by(self) -> Any:
@@ -128,7 +133,7 @@ def run(
     tap.check_reached()
     if not bool(torch.isfinite(logits.detach().sum())):
         check_weights(model)
-    return Run(logits, Cache(tap.recorded), inputs, weakref.ref(model))
+    return Run(logits, Cache(tap.recorded), inputs, weakref.ref(model), change_texts(tap.changes))
 
 
 def record_sites(model: Hookable, record: str | Site | Iterable[str | Site]) -> list[Site]:
@@ -290,7 +295,6 @@ class RunTap:
         """The value itself where nothing else can write to it, else a copy (stream entering a block = leaving the last)."""
         if self.keep_graph:
             return value  # a copy would not lie on the path from this site to the logits
-        kept = value.detach()
         storage = value.untyped_storage()
         shared = (
             storage.nbytes() != value.numel() * value.element_size()
@@ -298,7 +302,7 @@ class RunTap:
             or site == self.output
         )
         self._kept.add(storage.data_ptr())
-        return kept.clone() if shared else kept
+        return value.detach().clone() if shared else value.detach()
 
     def check_reached(self) -> None:
         missing = [str(site) for site in self.wanted if site not in self.reached]

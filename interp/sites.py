@@ -13,6 +13,8 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Literal
 
+from interp.display import site_html
+
 STACKS = ("encoder", "decoder")
 
 
@@ -103,6 +105,7 @@ class Site:
     name: str
     layer: int | None = None
     stack: Literal["encoder", "decoder"] | None = None
+    _repr_html_ = site_html
 
     def __post_init__(self) -> None:
         if self.name not in SITES:

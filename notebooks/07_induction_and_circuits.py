@@ -49,6 +49,14 @@ scores = interp.head_scores(model, conventions=("mean",), lengths=(3,))
 head_score_heatmaps(scores)
 
 # %% [markdown]
+# The patterns themselves at one prompt; point at a cell, or use the arrow keys.
+
+# %%
+got = interp.run(model, made.clean[:1], record=["pattern"])
+words = [f"t{int(token)}" for token in made.clean[0]]
+interp.attention_widget(got.cache.stack("pattern")[:, 0], words, title="The planted induction model")
+
+# %% [markdown]
 # ## Which edges carry the answer?
 # Edge attribution (EAP) scores every edge by a gradient; exact edge patching runs each. On a known circuit both can be
 # marked: AUC 1 puts every true edge above every other.

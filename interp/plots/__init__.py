@@ -1,6 +1,7 @@
 """Tidy table -> matplotlib figure. Nothing is computed here but means for display; nothing here imports torch."""
 
 from interp.plots.allocation import allocation_curve, twin_curves
+from interp.plots.attention import Widget, attention_widget
 from interp.plots.attribution import attribution_bars, attribution_heatmap, composition_heatmap, head_score_heatmaps
 from interp.plots.bars import effect_bars, effect_histogram
 from interp.plots.calibration import calibration_curves
@@ -15,9 +16,11 @@ from interp.plots.stream import alignment_bars, composition_ranks, variance_curv
 from interp.plots.trace import knock_out_curves, rate_curves, trace_heatmap, trace_lines
 
 __all__ = [
+    "Widget",
     "agreement_curves",
     "alignment_bars",
     "allocation_curve",
+    "attention_widget",
     "attribution_bars",
     "attribution_heatmap",
     "calibration_curves",

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 
 from interp.claims.claim import ALPHA, Claim, Hypothesis, Reading, Study, Tables
 from interp.device import device_named
@@ -392,12 +391,12 @@ def shown_norms(study: str, tables: Tables) -> pd.DataFrame:
     return tables[study].groupby(keys, sort=False)[["accuracy", "nats"]].mean().reset_index()
 
 
-def figure_gradients(tables: Tables) -> Figure:
+def figure_gradients(tables: Tables) -> Any:
     """Gradient norm against depth."""
     return gradient_slopes(tables["N2.gradients"])
 
 
-def figure_cells(study: str, tables: Tables) -> Figure:
+def figure_cells(study: str, tables: Tables) -> Any:
     """Share that reached the target over depth and learning rate."""
     return reached_grid(tables[study])
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from interp.claims.claim import Claim, Hypothesis, Reading, Study, Tables
 from interp.model.config import ModelConfig
@@ -126,7 +125,7 @@ def shown(tables: Tables) -> pd.DataFrame:
     return tables["F1"][["model", "origin", "total", "share_blocks", "share"]]
 
 
-def figure(tables: Tables) -> Figure:
+def figure(tables: Tables) -> Any:
     """Both shares of every model."""
     return parameter_shares(tables["F1"])
 
