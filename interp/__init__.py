@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from interp.activations import Activations, open_activations
 from interp.analyses import (
     DAS,
+    ModelInfo,
     TunedLens,
     attention_knock_out,
     attention_mass,
@@ -28,6 +29,7 @@ from interp.analyses import (
     logit_lens,
     memory_agreement,
     memory_pairs,
+    model_info,
     neuron_attribution,
     neuron_card,
     probe,
@@ -102,6 +104,7 @@ __all__ = [
     "Mean",
     "Metric",
     "ModelConfig",
+    "ModelInfo",
     "Project",
     "Replace",
     "Resample",
@@ -150,6 +153,7 @@ __all__ = [
     "memory_agreement",
     "memory_pairs",
     "minilm",
+    "model_info",
     "neuron_attribution",
     "neuron_card",
     "open_activations",

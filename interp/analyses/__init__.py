@@ -10,6 +10,7 @@ from interp.analyses.circuits import Factored, ov_circuit, qk_circuit
 from interp.analyses.composition import composition_scores, read_write_overlaps, subspace_overlap
 from interp.analyses.das import DAS
 from interp.analyses.decompose import Decomposition, decompose
+from interp.analyses.describe import DescribeError, ModelInfo, model_info
 from interp.analyses.edit_controls import fine_tuned_edit, random_edit, random_key_edit, spread_edit
 from interp.analyses.edit_scores import EditCase, edit_cases, edit_scores, edit_summary
 from interp.analyses.editing import Edit, Rewrite, key_covariance, rank_one_edit
@@ -38,10 +39,12 @@ __all__ = [
     "DAS",
     "AttributionResult",
     "Decomposition",
+    "DescribeError",
     "Edit",
     "EditCase",
     "Factored",
     "Interchange",
+    "ModelInfo",
     "NeuronCard",
     "Rewrite",
     "TraceResult",
@@ -80,6 +83,7 @@ __all__ = [
     "logit_measures",
     "memory_agreement",
     "memory_pairs",
+    "model_info",
     "neuron_attribution",
     "neuron_card",
     "neuron_effects",

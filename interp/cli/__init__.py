@@ -114,7 +114,15 @@ class Runs:
 
 @dataclass(frozen=True)
 class Info:
-    """What is installed, and the sites of the shipped model."""
+    """What a model consists of and costs: parameters, sites and their shapes, FLOPs and bytes of a forward pass and a sweep."""
+
+    model: Annotated[str, tyro.conf.Positional] = ""
+    """shipped, smollm2, a folder that interp.save or interp train wrote, or a transformers folder or hub name (needs interp[hf]).
+    Default: what is installed, and the shipped model."""
+    length: int = 0
+    """Tokens of the inputs that sizes are given for; 0 = 128, or the most that the model takes."""
+    batch: int = 1
+    """Sequences of these inputs."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -194,15 +202,6 @@ def _compare(command: Compare) -> None:
 
 
 def _info(command: Info) -> None:
-    import platform
+    from interp.cli import info
 
-    import torch
-
-    from interp import record, shipped
-
-    about = record.provenance()
-    print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in about["versions"].items()))
-    print(f"threads {torch.get_num_threads()}, GPU {about['machine']['gpu'] or 'none'}")
-    model, task = shipped()
-    print(f"shipped model: {model.config}\n{len(task.prompts)} prompts of task {task.name!r}; sites of layer 0:")
-    print("  " + ", ".join(str(site) for site in model.sites if site.layer == 0))
+    print("\n".join(info.lines(command.model, command.length, command.batch)))
