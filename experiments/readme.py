@@ -15,7 +15,7 @@ import pandas as pd
 
 from interp.claims import CLAIMS, Findings, run
 from interp.model.block import PreNormBlock
-from interp.report.claims import estimate, markdown
+from interp.report.claims import cell, markdown
 from interp.sites import symbol_table
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,8 @@ def claims_table(found: Findings) -> str:
         counted = [one for one in claim.hypotheses if one.primary] or list(claim.hypotheses)
         mine = [found.verdicts[one.id] for one in counted]
         each = "; ".join(f"{one.id.partition('.')[2]} {one.outcome}" for one in mine)
-        measured = "; ".join(text for one in mine if (text := estimate(one)))
+        measured = "; ".join(text + (f" ({one.note})" if one.primary and one.outcome == "refuted" else "")
+                             for one in mine if (text := cell(one)))  # fmt: skip
         lines.append(f"| {claim.id} | {claim.sentence} | {found.claims.get(claim.id, each)} | {measured} |")
     return "\n".join(lines)
 

@@ -58,9 +58,14 @@ def markdown(found: Findings) -> str:
             p = "" if verdict.p_corrected is None else f"{verdict.p_corrected:.2g}"
             name = f"**{one.id}**" if one.primary else one.id
             rows.append(
-                f"| {claim.sentence} | {name} | {verdict.outcome} | {estimate(verdict)} | {verdict.n or ''} | {p} |"
+                f"| {claim.sentence} | {name} | {verdict.outcome} | {cell(verdict)} | {verdict.n or ''} | {p} |"
             )
     return "\n".join(rows) + "\n"
+
+
+def cell(verdict: Verdict) -> str:
+    """`estimate` for a cell of a Markdown table, where a bar would end the cell."""
+    return estimate(verdict).replace("|", "\\|")
 
 
 def estimate(verdict: Verdict) -> str:
