@@ -20,9 +20,11 @@ from interp.circuits.acdc import acdc
 from interp.circuits.attribution import Method, edge_attribution
 from interp.circuits.graph import CircuitError, Graph
 from interp.circuits.patching import Ablation
-from interp.metrics import Metric, logit_difference
+from interp.metrics import Metric, evaluate, logit_difference
 from interp.model.config import ModelConfig
+from interp.model.inputs import Inputs
 from interp.model.transformer import Transformer
+from interp.run import run
 
 Program = Literal["induction", "previous", "relay"]
 N = 8  # symbols, places, and the size of each part of the stream
@@ -163,5 +165,6 @@ def _scores(found: Planted, method: Any, ablation: Any, thresholds: Sequence[flo
     given = found.model, found.clean, found.corrupted
     if method != "acdc":
         return edge_attribution(*given, found.metric, method, ablation=ablation).mean.abs()
-    damage = Metric("fall", lambda x: -found.metric(x), found.metric.positions, found.metric.entries)
+    whole = evaluate(found.metric, run(found.model, found.clean).logits, Inputs(found.clean))  # a null model's may even rise
+    damage = Metric("fall", lambda x: whole - found.metric(x), found.metric.positions, found.metric.entries)
     return torch.stack([acdc(*given, t, damage, ablation).kept.double() for t in thresholds]).sum(0)

@@ -113,15 +113,21 @@ def check_case(case: Case, wanted: dict[str, np.ndarray] | None = None) -> None:
     plain = model(inputs)
     wanted = expected_sites(case, model, inputs) if wanted is None else wanted
     assert list(wanted) == list(reached), case.choices
+    # Without norms scores can reach 1e12: a softmax turns their rounding into that much of a pattern.
+    largest = max(
+        (float(np.abs(v[np.isfinite(v)]).max(initial=0)) for s, v in wanted.items() if s.endswith("scores")),
+        default=0.0,
+    )
+    allowed = max(TOLERANCE, 8 * np.finfo(np.float64).eps * largest) if case.dtype == torch.float64 else TOLERANCE
     for site, value in wanted.items():
         apart = difference(value, reached[site])
-        assert apart < TOLERANCE, f"{site} differs by {apart:.1e} for {case}"
+        assert apart < allowed, f"{site} differs by {apart:.1e} for {case}"
         COUNT["values"] += value.size
         COUNT["largest"] = max(COUNT["largest"], apart)
     last = wanted[next(reversed(wanted))]
-    assert difference(last, array(tapped)) < TOLERANCE
+    assert difference(last, array(tapped)) < allowed
     apart = difference(last, array(plain))
-    assert apart < TOLERANCE, f"untapped output differs by {apart:.1e} for {case}"
+    assert apart < allowed, f"untapped output differs by {apart:.1e} for {case}"
     COUNT["largest"] = max(COUNT["largest"], apart)
     COUNT["configurations"] += 1
     COUNT["sites"] += len(wanted)
