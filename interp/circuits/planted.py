@@ -165,6 +165,8 @@ def _scores(found: Planted, method: Any, ablation: Any, thresholds: Sequence[flo
     given = found.model, found.clean, found.corrupted
     if method != "acdc":
         return edge_attribution(*given, found.metric, method, ablation=ablation).mean.abs()
-    whole = evaluate(found.metric, run(found.model, found.clean).logits, Inputs(found.clean))  # a null model's may even rise
+    whole = evaluate(
+        found.metric, run(found.model, found.clean).logits, Inputs(found.clean)
+    )  # a null model's may even rise
     damage = Metric("fall", lambda x: whole - found.metric(x), found.metric.positions, found.metric.entries)
     return torch.stack([acdc(*given, t, damage, ablation).kept.double() for t in thresholds]).sum(0)
