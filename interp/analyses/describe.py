@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,13 +156,10 @@ def parameter_groups(model: Hookable) -> pd.DataFrame:
 
 def _counts(model: Transformer) -> dict[str, int]:
     """Parameters of each group of the partition."""
-    found, sizes = {}, {name: value.numel() for name, value in model.named_parameters()}
+    found = {}
     for group in PARTITION:
-        try:
-            rows = model.weights.select(group)
-        except WeightsError:  # a group that this model lacks
-            continue
-        found[group] = sum(int(chosen.sum()) * (sizes[name] // chosen.numel()) for name, chosen in rows.items())
+        with suppress(WeightsError):  # a group that this model lacks
+            found[group] = model.weights.count(group)
     return found
 
 

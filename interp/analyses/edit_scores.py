@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats
 from torch import Tensor
 
 from interp.analyses.edit_controls import edited_logits, together
 from interp.analyses.editing import Edit, EditError, Rewrite
 from interp.model.transformer import Transformer
+from interp.stats import t_half_width
 from interp.tasks.facts import Prompts
 
 
@@ -121,7 +121,7 @@ def edit_summary(scores: pd.DataFrame) -> pd.DataFrame:
                 values = facts[column].to_numpy(dtype=float)
                 row[letter + suffix] = float(values.mean()) if len(values) else float("nan")
                 n = len(values)
-                half = stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
+                half = t_half_width(values.std(ddof=1), n) if n > 1 else np.nan
                 row[f"{letter}{suffix} ±"] = float(half)
         three = np.array([row["ES"], row["PS"], row["NS"]], dtype=float)
         row["S"] = (

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from interp.analyses.shares import weight_shares
+from interp.claims.planted import drawn
 from interp.metrics import logit_difference
 from interp.model.transformer import Transformer
 from interp.run import run
 from interp.stats import Shapley
 from interp.tasks.facts import Prompts
-from interp.tasks.task import Batch, stream
-from interp.tasks.toy_facts import ToyFacts, as_batch
+from interp.tasks.toy_facts import ToyFacts
 from interp.tasks.train_config import TrainConfig
 from interp.training.ensemble import Ensemble
 
@@ -59,12 +59,8 @@ def fine_tuned(
     configs = [TrainConfig(**{**vars(config), "seed": seed}) for seed in bases]
     ensemble = Ensemble([bases[seed] for seed in bases], configs)
     for step in range(config.steps):
-        ensemble.step([_drawn(changes[seed].prompts["train"], step, config.batch_size, seed) for seed in bases], step)
+        ensemble.step([drawn(changes[seed].prompts["train"], step, config.batch_size, seed) for seed in bases], step)
     return dict(zip(bases, ensemble.unstack(), strict=True))
-
-
-def _drawn(prompts: Prompts, step: int, size: int, seed: int) -> Batch:
-    return as_batch(prompts, torch.randint(len(prompts), (size,), generator=stream(seed, step)))
 
 
 def interchange(

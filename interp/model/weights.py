@@ -67,7 +67,9 @@ class Weights:
 
     def count(self, groups: str | Iterable[str] = "all", layers: Sequence[int] | None = None) -> int:
         """How many numbers."""
-        return sum(value.numel() for value in self.read(groups, layers).values())
+        sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        chosen = self.select(groups, layers).items()
+        return sum(int(rows.sum()) * (sizes[name] // rows.numel()) for name, rows in chosen)
 
     def table(self, other: Transformer | None = None) -> pd.DataFrame:
         """One row per group: group, parameters, share (of all), share_blocks (of attention + ffn; nan elsewhere), norm (‖w‖, all

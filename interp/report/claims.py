@@ -100,7 +100,7 @@ def _claim(claim: Claim, found: Findings, folder: Path) -> Section:
     section.text(
         f"Source: {claim.source}. Overall: {found.claims.get(claim.id, 'its hypotheses stand for themselves')}."
     )
-    drawn: set[str] = set()
+    shown: set[Any] = set()  # two hypotheses may share a figure
     for one in claim.hypotheses:
         verdict = found.verdicts[one.id]
         section.heading(f"{one.id}{' (primary)' if one.primary else ''}: {verdict.outcome}")
@@ -109,11 +109,8 @@ def _claim(claim: Claim, found: Findings, folder: Path) -> Section:
         if verdict.outcome == "not run":
             continue
         tables = {name: found.tables[name] for name in one.studies}
-        if (
-            one.figure is not None
-            and (key := f"{claim.id} {getattr(one.figure, '__qualname__', id(one.figure))} {one.studies}") not in drawn
-        ):
-            drawn.add(key)
+        if one.figure is not None and (one.figure, one.studies) not in shown:
+            shown.add((one.figure, one.studies))
             section.figure(
                 one.figure(tables),
                 folder / "pages" / found.profile / f"{one.id}.png",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy  # loads scipy.stats when it is first used: a second that `import interp` need not wait for
 
 from interp.stats.check import StatsError, as_pair, as_values, enough, finite, level, whole
 
@@ -63,7 +63,7 @@ class Interval:
 def t_half_width(std: Any, n: Any, confidence: float = 0.95) -> Any:
     """Half width of t intervals of means, elementwise: std (with n − 1) and n are arrays, Series or numbers of one shape; NaN
     where std is, as for one value."""
-    return stats.t.ppf(0.5 + confidence / 2, np.maximum(n - 1, 1)) * std / np.sqrt(n)
+    return scipy.stats.t.ppf(0.5 + confidence / 2, np.maximum(n - 1, 1)) * std / np.sqrt(n)
 
 
 def t_interval(values: Any, confidence: float = 0.95) -> Interval:
@@ -93,7 +93,7 @@ def bca_interval(
         return Interval(estimate, estimate, estimate, len(found), confidence, "BCa")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scipy's warning of a degenerate distribution is the error below
-        ends = stats.bootstrap((found,), statistic, confidence_level=confidence, n_resamples=draws, method="BCa",
+        ends = scipy.stats.bootstrap((found,), statistic, confidence_level=confidence, n_resamples=draws, method="BCa",
                                batch=max(1, CHUNK // len(found)),
                                random_state=np.random.default_rng(seed)).confidence_interval  # fmt: skip  # pyright: ignore
     low, high = float(ends.low), float(ends.high)
@@ -173,7 +173,7 @@ def clopper_pearson(successes: int, n: int, confidence: float = 0.95) -> Interva
     """
     n = whole(n, "n", 1)
     successes, confidence = whole(successes, "successes", 0, n), level(confidence)
-    ends = stats.binomtest(successes, n).proportion_ci(confidence, method="exact")
+    ends = scipy.stats.binomtest(successes, n).proportion_ci(confidence, method="exact")
     return Interval(successes / n, float(ends.low), float(ends.high), n, confidence, "Clopper–Pearson")
 
 
@@ -192,7 +192,7 @@ def ratio_interval(numerator: Any, denominator: Any, confidence: float = 0.95) -
     ratio = top.mean() / mean
     # Fieller's quadratic in δ = θ − ratio: its terms are variances of residuals, which do not cancel
     (s2, cross), (_, v) = np.cov(top - ratio * bottom, bottom) / n
-    t = stats.t.ppf(0.5 + confidence / 2, n - 1)
+    t = scipy.stats.t.ppf(0.5 + confidence / 2, n - 1)
     a = mean**2 - t**2 * v
     root = t * math.sqrt(t**2 * cross**2 + a * s2)
     low, high = ratio + (-(t**2) * cross - root) / a, ratio + (-(t**2) * cross + root) / a

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from statsmodels.stats.multitest import multipletests
 
 from interp.stats.check import StatsError, as_values, enough, finite, level
 
@@ -24,7 +23,7 @@ def holm(p: Mapping[str, float | None]) -> dict[str, float]:
     StatsError for no p values, or for one outside [0, 1].
     """
     found = _probabilities([1.0 if value is None else value for value in p.values()], f"p ({', '.join(map(str, p))})")
-    return dict(zip(p, np.asarray(multipletests(found, method="holm")[1]).tolist(), strict=True))
+    return dict(zip(p, _adjusted(found, "holm").tolist(), strict=True))
 
 
 def benjamini_hochberg(p: Any) -> np.ndarray:
@@ -33,7 +32,13 @@ def benjamini_hochberg(p: Any) -> np.ndarray:
     Those at most q have a false discovery rate of at most q, where tests are independent or positively dependent.
     """
     found = _probabilities(p, "p", None)
-    return np.asarray(multipletests(found.ravel(), method="fdr_bh")[1]).reshape(found.shape)
+    return _adjusted(found.ravel(), "fdr_bh").reshape(found.shape)
+
+
+def _adjusted(p: np.ndarray, method: str) -> np.ndarray:
+    from statsmodels.stats.multitest import multipletests  # half a second that `import interp` need not wait for
+
+    return np.asarray(multipletests(p, method=method)[1])
 
 
 def _probabilities(p: Any, name: str, dimensions: int | None = 1) -> np.ndarray:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
-from statsmodels.stats.weightstats import DescrStatsW
+import scipy  # loads scipy.stats when it is first used: a second that `import interp` need not wait for
 
 from interp.stats.check import StatsError, as_pair, as_values, finite, level, one_of, whole
 from interp.stats.intervals import Interval, t_interval
@@ -30,7 +29,7 @@ def sign_flip(values: Any, null: float = 0.0, alternative: str = "two-sided", se
     gaps = gaps / (np.abs(gaps).max() or 1.0)
     mean = lambda x, axis: np.round(x.mean(axis), 12)  # noqa: E731  equal sums must stay ties whatever their rounding
     many = np.inf if len(gaps) <= EXACT else DRAWS
-    found = stats.permutation_test((gaps,), mean, permutation_type="samples", n_resamples=many, vectorized=True,
+    found = scipy.stats.permutation_test((gaps,), mean, permutation_type="samples", n_resamples=many, vectorized=True,
                                    alternative=alternative, batch=max(1, 4_000_000 // len(gaps)),
                                    random_state=np.random.default_rng(seed))  # fmt: skip  # pyright: ignore
     return float(found.pvalue)
@@ -72,6 +71,8 @@ def tost(values: Any, low: float, high: float) -> float:
         raise StatsError(f"low={low!r}, high={high!r} are not allowed; allowed: low < high")
     if np.ptp(found) == 0:
         return 0.0 if low < found[0] < high else 1.0
+    from statsmodels.stats.weightstats import DescrStatsW  # slow to import, and `import interp` need not wait for it
+
     return float(DescrStatsW(found).ttost_mean(low, high)[0])
 
 
@@ -107,7 +108,7 @@ def trend(table: pd.DataFrame, x: str, y: str, unit: str, confidence: float = 0.
         interval.estimate, max(interval.low, -1.0), min(interval.high, 1.0), len(rho), interval.confidence, "t"
     )
     positive, untied = int((rho > 0).sum()), int((rho != 0).sum())
-    p = float(stats.binomtest(positive, untied, 0.5).pvalue) if untied else 1.0
+    p = float(scipy.stats.binomtest(positive, untied, 0.5).pvalue) if untied else 1.0
     return Trend(pd.Series(rho, index=pd.Index(list(found), name=unit), name="rho"), positive, len(rho), p, interval)
 
 
@@ -116,11 +117,11 @@ def _rho(x: Any, y: Any, of: str) -> float:
     for name, values in ((x.name, one), (y.name, two)):
         if np.ptp(values) == 0:
             raise StatsError(f"{name} {of} is {values[0]} in all {len(values)} rows; allowed: values that vary")
-    return float(stats.spearmanr(one, two)[0])  # pyright: ignore[reportArgumentType]
+    return float(scipy.stats.spearmanr(one, two)[0])  # pyright: ignore[reportArgumentType]
 
 
 def binomial_p(successes: int, n: int, chance: float, alternative: str = "greater") -> float:
     """Exact binomial p of `successes` of n independent trials with success rate `chance`, a number in (0, 1)."""
     n = whole(n, "n", 1)
     successes, chance = whole(successes, "successes", 0, n), level(chance, "chance")
-    return float(stats.binomtest(successes, n, chance, one_of(alternative, "alternative", ALTERNATIVES)).pvalue)  # pyright: ignore
+    return float(scipy.stats.binomtest(successes, n, chance, one_of(alternative, "alternative", ALTERNATIVES)).pvalue)  # pyright: ignore

@@ -1,7 +1,5 @@
 """The verdicts on planted truth: errors and power of a few draws, and an outcome that depends on the correction."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -18,8 +16,6 @@ def test_each_truth_makes_tables_that_its_rule_reads(truth):
     assert row["supported"] + row["refuted"] + row["undecided"] == 3
     assert row["wrong"] <= 1
     assert row["wrong_high"] >= row["wrong"] / 3
-    if len(truth.wrong) == 1 and "untrained" not in truth.effect:
-        assert row["power"] >= 0 or math.isnan(row["power"])
 
 
 def test_a_planted_effect_is_found():
