@@ -52,7 +52,7 @@ again = open_run(folder)
 held_out, rows = task.splits["held_out"], []
 for step in again.kept:
     lens = interp.logit_lens(
-        again.at(step).model if hasattr(again.at(step), "model") else again.at(step),
+        again.at(step),
         held_out.inputs,
         "resid_post",
         "final",

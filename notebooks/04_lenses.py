@@ -40,7 +40,7 @@ lens_curves(lens)
 one = held_out.select([0])
 at = interp.logit_lens(model, one.inputs, ["resid_mid", "resid_post"], "final", one.answers, tokenizer=task.vocabulary)
 print(one.table["prompt"].iloc[0], "->", one.table["object"].iloc[0])
-at[[name for name in ("site", "layer", "probability", "rank", "top_text") if name in at]]
+at[["site", "probability", "rank", "top_token", "top_probability"]].round(3)
 
 # %% [markdown]
 # ## A tuned lens
@@ -49,9 +49,7 @@ at[[name for name in ("site", "layer", "probability", "rank", "top_text") if nam
 # %%
 tuned = interp.TunedLens.train(model, train.inputs.select(torch.arange(0, len(train), 4)), steps=150, progress=False)
 compared = tuned.compare(inputs=held_out.inputs)
-compared.groupby([name for name in ("lens", "site", "layer") if name in compared])[
-    [name for name in ("kl_to_final", "cross_entropy", "bias") if name in compared]
-].mean().round(3)
+compared.groupby(["lens", "site"])[["kl_to_final", "cross_entropy", "bias"]].mean().round(3)
 
 # %%
 lens_comparison(compared)

@@ -42,14 +42,9 @@ shares.round(3)
 
 # %%
 clean, corrupted = "The capital of France is", "The capital of Italy is"
-paris, rome = (
-    tokenizer.encode(word, add_special_tokens=False)[0] if hasattr(tokenizer, "encode") else tokenizer.ids(word)[0]
-    for word in (" Paris", " Rome")
-)
+paris, rome = (tokenizer.encode(word, add_special_tokens=False)[0] for word in (" Paris", " Rome"))
 lens = interp.logit_lens(model, clean, "resid_post", -1, torch.tensor([paris]), tokenizer=tokenizer)
-lens[["layer", "rank", "probability", "top_text"] if "top_text" in lens else ["layer", "rank", "probability"]].tail(
-    12
-).round(3)
+lens[["layer", "rank", "probability", "top_token"]].tail(12).round(3)
 
 # %%
 lens_curves(lens)
